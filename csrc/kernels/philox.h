@@ -1,0 +1,50 @@
+// Philox4x32-10 (Salmon et al. 2011): a random function of a counter, and dropout's use of it.
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+namespace attention_ops {
+
+struct Philox {
+  uint32_t word[4];
+};
+
+inline Philox philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t key0, uint32_t key1) {
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t(0xD2511F53u) * c0, b = uint64_t(0xCD9E8D57u) * c2;
+    c0 = uint32_t(b >> 32) ^ c1 ^ key0;
+    c1 = uint32_t(b);
+    c2 = uint32_t(a >> 32) ^ c3 ^ key1;
+    c3 = uint32_t(a);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// The stream of one batch and head. Counter (j / 8, i, head, batch) gives the 16 bits of eight neighbouring keys.
+struct DropoutStream {
+  uint32_t key0, key1, head, batch;
+  uint32_t threshold;  // keep where bits >= threshold
+
+  static uint32_t threshold_of(double p) { return static_cast<uint32_t>(std::lround(p * 65536)); }
+  Philox eight(uint32_t i, uint32_t group) const { return philox(group, i, head, batch, key0, key1); }
+  bool keeps(const Philox& bits, int n) const { return ((bits.word[n / 2] >> (16 * (n % 2))) & 0xffff) >= threshold; }
+};
+
+// A seed per call, or a seed and a batch number per row.
+struct Dropout {
+  double p = 0;
+  const int64_t* seed = nullptr;
+  bool per_row = false;
+
+  bool on() const { return p > 0; }
+  double scale() const { return p < 1 ? 1 / (1 - p) : 0; }
+  DropoutStream stream(int64_t batch, int64_t head) const {
+    const uint64_t key = static_cast<uint64_t>(per_row ? seed[2 * batch] : seed[0]);
+    const uint64_t row = static_cast<uint64_t>(per_row ? seed[2 * batch + 1] : batch);
+    return {uint32_t(key), uint32_t(key >> 32), uint32_t(head), uint32_t(row), DropoutStream::threshold_of(p)};
+  }
+};
+
+}  // namespace attention_ops

@@ -1,0 +1,86 @@
+// Plain views of memory that kernels work on. Torch-free.
+#pragma once
+#include <bit>
+#include <cstdint>
+
+namespace attention_ops {
+
+using Index = int64_t;
+
+// [B, H, rows, columns] with columns next to each other; a stride of zero repeats.
+template <class T>
+struct Matrices {
+  T* data = nullptr;
+  Index batch_stride = 0, head_stride = 0, row_stride = 0;
+
+  T* at(Index b, Index h) const { return data + b * batch_stride + h * head_stride; }
+};
+
+// How an element is stored where kernels read or write it without a copy (a bias and its gradient).
+enum class Element { float64, float32, bfloat16, float16 };
+
+// [B|1, H|1, Lq|1, Lk|1] of any element type and strides; a size of one has stride zero.
+struct Tensor4 {
+  void* data = nullptr;
+  Element element = Element::float32;
+  Index sizes[4] = {}, strides[4] = {};
+
+  bool defined() const { return data != nullptr; }
+};
+
+struct BFloat16 {
+  uint16_t bits;
+
+  operator float() const { return std::bit_cast<float>(uint32_t(bits) << 16); }
+  static BFloat16 from(float x) {
+    const uint32_t u = std::bit_cast<uint32_t>(x);
+    if (x != x) return {uint16_t((u >> 16) | 0x40)};
+    return {uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+  }
+};
+
+struct Float16 {
+  uint16_t bits;
+
+  operator float() const {
+    const uint32_t sign = uint32_t(bits & 0x8000) << 16, magnitude = uint32_t(bits & 0x7fff) << 13;
+    const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;  // also right for subnormals
+    const uint32_t special = (bits & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000u : std::bit_cast<uint32_t>(scaled);
+    return std::bit_cast<float>(sign | special);
+  }
+  static Float16 from(float x) {
+    const uint32_t u = std::bit_cast<uint32_t>(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
+    if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+    if (magnitude >= 0x477ff000) return {uint16_t(sign | 0x7c00)};  // rounds past 65504
+    if (magnitude < 0x38800000) {                                   // subnormal: the addition rounds at the right bit
+      const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+      return {uint16_t(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000))};
+    }
+    return {uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13))};
+  }
+};
+
+// Calls f with a null pointer of the stored type.
+template <class F>
+void with_element(Element element, F&& f) {
+  switch (element) {
+    case Element::float64:
+      return f(static_cast<double*>(nullptr));
+    case Element::float32:
+      return f(static_cast<float*>(nullptr));
+    case Element::bfloat16:
+      return f(static_cast<BFloat16*>(nullptr));
+    case Element::float16:
+      return f(static_cast<Float16*>(nullptr));
+  }
+}
+
+template <class To, class From>
+To convert(From x) {
+  if constexpr (requires { To::from(float(x)); })
+    return To::from(float(x));
+  else
+    return static_cast<To>(x);
+}
+
+}  // namespace attention_ops
