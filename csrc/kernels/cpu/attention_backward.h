@@ -1,0 +1,120 @@
+// Backward, tile by tile from lse: p = exp(s - lse), dp from a source (weight_gradient.h), delta = sum_j p dp -
+// grad_lse, ds = p (dp - delta), then dv += p' do, dk += ds' q, dq += ds k, grad_bias += ds. Three passes: rows are
+// prepared, tiles are accumulated by tasks that own their keys, partial sums are added in a fixed order. No atomics.
+#pragma once
+#include <cmath>
+
+#include "kernels/cpu/backward_bias.h"
+#include "kernels/cpu/backward_plan.h"
+#include "kernels/cpu/weight_gradient.h"
+
+namespace attention_ops {
+
+// The rows' side of a backward pass. For attention: out, lse, grad_out and grad_lse. For weights: lse alone.
+template <class T>
+struct BackwardInput {
+  Matrices<const T> out, grad_out;  // [B, H, Lq, Dv]
+  const T *lse = nullptr, *grad_lse = nullptr;
+};
+
+template <class T>
+class AttentionBackward {
+ public:
+  static constexpr int kRows = kBackwardRows, kVectors = kBackwardVectors;
+  using Panels = Panel<T, kVectors>;
+  static constexpr int kWidth = Panels::kWidth, kStep = kLanes<T>;
+  using Source = WeightGradient<T, kWidth>;
+
+  AttentionBackward(const Problem<T>& problem, const BackwardInput<T>& input, const BackwardResult<T>& result,
+                    const Source& source)
+      : p_(problem),
+        in_(input),
+        result_(result),
+        source_(source),
+        plan_(problem, result, Panels::number(problem.queries)),
+        bias_(problem, result, plan_),
+        memory_(shared_bytes()) {
+    Pieces pieces(&memory_);
+    shared_.take(pieces, p_, result_, plan_, source_.has_values());
+    if (shared_.bias_sums) bias_.use_sums(shared_.bias_sums);
+  }
+
+  Index prepare_tasks() const { return p_.batch * p_.heads * plan_.panels; }
+  void prepare(Index task) const;
+  Index tasks() const { return plan_.tasks(); }
+  size_t scratch_bytes() const {
+    Scratch scratch;
+    Pieces count;
+    take(scratch, count);
+    return count.bytes;
+  }
+  void run(Index task, Arena& arena) const;
+  Index finish_tasks() const { return prepare_tasks() + (plan_.query_groups > 1 ? key_tasks() : 0) + 1; }
+  void finish(Index task) const;
+
+ private:
+  struct Scratch {
+    T *dp = nullptr, *log2_p = nullptr, *dk = nullptr, *dv = nullptr, *bias = nullptr;
+    LaneInt<T>* keep = nullptr;
+    ScoreTile<T> tile;
+  };
+  // What a task is working on: its groups, and the keys and heads of the moment.
+  struct Work {
+    Index key_group, query_group, key;
+    int keys;
+    bool keys_finite;
+  };
+
+  void take(Scratch& w, Pieces& pieces) const {
+    const Index size = Index(kTileKeys) * kWidth;
+    w.tile.take(pieces, p_, kWidth, /*backward=*/true);
+    pieces(w.dp, size);
+    if (source_.needs_log()) pieces(w.log2_p, size);
+    if (p_.dropout.on()) pieces(w.keep, size);
+    if (result_.grad_key.data) pieces(w.dk, kTileKeys * padded(p_.width));
+    if (result_.grad_value.data) pieces(w.dv, kTileKeys * padded(p_.value_width));
+    pieces(w.bias, bias_.scratch_size());
+  }
+  size_t shared_bytes() const {
+    BackwardShared<T, kWidth> shared;
+    Pieces count;
+    shared.take(count, p_, result_, plan_, source_.has_values());
+    return count.bytes;
+  }
+
+  static Index padded(Index width) { return round_up(width, kStep); }
+  Index key_tasks() const { return p_.batch * p_.key_heads * plan_.key_blocks; }
+  Index head(Index b, Index h) const { return b * p_.heads + h; }
+  Index row_of(Index b, Index h, Index panel) const { return (head(b, h) * plan_.panels + panel) * kWidth; }
+  T* dq_panel(Index group, Index row) const {
+    return shared_.dq_t + (group * p_.batch * p_.heads * plan_.panels * kWidth + row) * p_.width;
+  }
+
+  void pad_rows(T* to, const T* from, Index stride, int rows, Index width) const;
+  PaddedRows<T> rows_of(const T* padded_rows, const Matrices<const T>& natural, Index b, Index h, Index panel,
+                        Index width) const;
+  void run_block(const Work& work, const Scratch& w, Index batch_owner, Index head_owner) const;
+  void run_head(const Work& work, const Scratch& w, Index b, Index h) const;
+  void run_tile(const Work& work, const Scratch& w, const Site<T>& site, const Panels& panel, Index number) const;
+  void score_gradient(const Scratch& w, Cover cover, int keys, Index row, int rows) const;
+  void add_to_keys(T* out, const T* a, const PaddedRows<T>& b, Index width, int keys, int rows,
+                   const LaneInt<T>* visible) const;
+  void add_to_queries(T* dq, const T* k, const T* ds, int keys, const LaneInt<T>* visible) const;
+  void store_keys(const Work& work, const Scratch& w, Index b, Index hk) const;
+  void finish_panel(Index task) const;
+  void finish_keys(Index task) const;
+  void finish_sinks() const;
+
+  const Problem<T>& p_;
+  BackwardInput<T> in_;
+  BackwardResult<T> result_;
+  const Source& source_;
+  BackwardPlan plan_;
+  BackwardBias<T, kWidth> bias_;
+  BackwardShared<T, kWidth> shared_;
+  Arena memory_;
+};
+
+}  // namespace attention_ops
+
+#include "kernels/cpu/attention_backward_passes.h"

@@ -1,0 +1,307 @@
+// The three passes of AttentionBackward: prepare rows, accumulate tiles, add partial sums.
+#pragma once
+#include "kernels/cpu/attention_backward.h"
+
+namespace attention_ops {
+
+template <class T>
+void AttentionBackward<T>::pad_rows(T* to, const T* from, Index stride, int rows, Index width) const {
+  for (int r = 0; r < rows; ++r, to += padded(width)) {
+    std::copy_n(from + r * stride, width, to);
+    std::fill(to + width, to + padded(width), T(0));
+  }
+}
+
+// First pass, one panel of one head: transposed rows, -delta and lse, the sink's share.
+template <class T>
+void AttentionBackward<T>::prepare(Index task) const {
+  const Index number = task % plan_.panels, bh = task / plan_.panels, b = bh / p_.heads, h = bh % p_.heads;
+  const Panels panel(p_, number);
+  const Index row = row_of(b, h, number), stride = p_.q.row_stride, do_stride = in_.grad_out.row_stride;
+  const T* q = p_.q.at(b, h) + panel.first * stride;
+  transpose_into(shared_.q_t + row * p_.width, kWidth, q, stride, panel.count, p_.width, p_.query_factor());
+  if (shared_.q_rows) pad_rows(shared_.q_rows + row * padded(p_.width), q, stride, panel.count, p_.width);
+  bool finite = all_finite(q, stride, panel.count, p_.width);
+  const T* grad_out = in_.grad_out.data ? in_.grad_out.at(b, h) + panel.first * do_stride : nullptr;
+  if (grad_out) {
+    const Index width = p_.value_width;
+    transpose_into(shared_.do_t + row * width, kWidth, grad_out, do_stride, panel.count, width, T(1));
+    if (shared_.do_rows) pad_rows(shared_.do_rows + row * padded(width), grad_out, do_stride, panel.count, width);
+    finite = finite && all_finite(grad_out, do_stride, panel.count, width);
+  }
+  shared_.finite[task] = finite;
+  T sink_sum = 0;
+  const T sink = p_.sinks ? p_.sinks[h] : 0;
+  for (int lane = 0; lane < kWidth; ++lane) {
+    const Index i = panel.first + lane, n = bh * p_.queries + i;
+    T delta = 0, lse = 0;
+    if (lane < panel.count) {
+      lse = in_.lse[n] == -kInfinity<T> ? 0 : in_.lse[n];
+      const T* out = grad_out ? in_.out.at(b, h) + i * in_.out.row_stride : nullptr;
+      for (Index d = 0; grad_out && d < p_.value_width; ++d) delta += out[d] * grad_out[lane * do_stride + d];
+      if (in_.grad_lse) delta -= in_.grad_lse[n];
+      if (shared_.sink_sums && in_.lse[n] != -kInfinity<T>) sink_sum -= std::exp(sink - lse) * delta;
+    }
+    shared_.delta[row + lane] = delta;
+    shared_.lse2[row + lane] = lse * kLog2e<T>;
+  }
+  if (shared_.sink_sums) shared_.sink_sums[task] = sink_sum;
+  if (task == 0) bias_.clear_sums();
+}
+
+// Second pass: the key blocks of one group.
+template <class T>
+void AttentionBackward<T>::run(Index task, Arena& arena) const {
+  Scratch w;
+  Pieces pieces(&arena);
+  take(w, pieces);
+  const Index owners = plan_.batches * plan_.key_heads, owner = task % owners, group = task / owners;
+  Work work{group % plan_.key_groups, group / plan_.key_groups, 0, 0, false};
+  const Index batch_owner = owner / plan_.key_heads, head_owner = owner % plan_.key_heads;
+  if (shared_.dq_t || shared_.row_sums)
+    for (Index b = plan_.batches == 1 ? 0 : batch_owner; b < (plan_.batches == 1 ? p_.batch : batch_owner + 1); ++b)
+      for (Index h = 0; h < p_.heads; ++h) {
+        if (plan_.key_heads > 1 && h / p_.group() != head_owner) continue;
+        for (Index n = plan_.first_panel(work.query_group); n < plan_.first_panel(work.query_group + 1); ++n) {
+          const Index row = row_of(b, h, n), rows = p_.batch * p_.heads * plan_.panels * kWidth;
+          if (shared_.dq_t) std::fill_n(dq_panel(work.key_group, row), kWidth * p_.width, T(0));
+          if (shared_.row_sums) std::fill_n(shared_.row_sums + work.key_group * rows + row, kWidth, T(0));
+        }
+      }
+  for (Index block = 0; block < plan_.key_blocks; ++block) {
+    if (plan_.group_of_block(block) != work.key_group) continue;
+    work.key = block * kTileKeys;
+    work.keys = int(std::min<Index>(kTileKeys, p_.keys - work.key));
+    run_block(work, w, batch_owner, head_owner);
+  }
+}
+
+// One key block, over all batches and heads of its owner.
+template <class T>
+void AttentionBackward<T>::run_block(const Work& work, const Scratch& w, Index batch_owner, Index head_owner) const {
+  const bool all_batches = plan_.batches < p_.batch, all_heads = plan_.key_heads < p_.key_heads;
+  const Index first_batch = all_batches ? 0 : batch_owner, batches = all_batches ? p_.batch : 1;
+  const Index first_head = all_heads ? 0 : head_owner, heads = all_heads ? p_.key_heads : 1;
+  bias_.start(w.bias);
+  Work now = work;
+  for (Index b = first_batch; b < first_batch + batches; ++b)
+    for (Index hk = first_head; hk < first_head + heads; ++hk) {
+      if (w.dk) std::fill_n(w.dk, kTileKeys * padded(p_.width), T(0));
+      if (w.dv) std::fill_n(w.dv, kTileKeys * padded(p_.value_width), T(0));
+      now.keys_finite = all_finite(p_.k.at(b, hk) + now.key * p_.k.row_stride, p_.k.row_stride, now.keys, p_.width);
+      for (Index h = hk * p_.group(); h < (hk + 1) * p_.group(); ++h) run_head(now, w, b, h);
+      store_keys(now, w, b, hk);
+    }
+  if (bias_.on())
+    bias_.write(w.bias, work.key_group, work.query_group, first_batch, first_head * p_.group(), work.key, work.keys);
+}
+
+template <class T>
+void AttentionBackward<T>::run_head(const Work& work, const Scratch& w, Index b, Index h) const {
+  const Site<T> site(p_, b, h);
+  for (Index n = plan_.first_panel(work.query_group); n < plan_.first_panel(work.query_group + 1); ++n) {
+    Panels panel(p_, n);
+    panel.q_t = shared_.q_t + row_of(b, h, n) * p_.width;
+    run_tile(work, w, site, panel, n);
+  }
+}
+
+template <class T>
+PaddedRows<T> AttentionBackward<T>::rows_of(const T* padded_rows, const Matrices<const T>& natural, Index b, Index h,
+                                            Index panel, Index width) const {
+  if (padded_rows) return {padded_rows + row_of(b, h, panel) * padded(width), padded(width)};
+  return {natural.at(b, h) + panel * kWidth * natural.row_stride, natural.row_stride};
+}
+
+template <class T>
+void AttentionBackward<T>::run_tile(const Work& work, const Scratch& w, const Site<T>& site, const Panels& panel,
+                                    Index number) const {
+  const int keys = work.keys;
+  const Cover cover = compute_scores<T, kRows>(w.tile, site, panel, work.key, keys);
+  if (cover == Cover::none) return;
+  visited_tiles.fetch_add(1, std::memory_order_relaxed);
+  const Index row = row_of(site.b, site.h, number), size = Index(keys) * kWidth;
+  T *p = w.tile.s, *ds = w.dp;
+  for (Index n = 0; n < size; n += kStep) {
+    const Vec<T> x = load(p + n) - load(shared_.lse2 + row + n % kWidth);
+    if (w.log2_p) store(w.log2_p + n, x);
+    store(p + n, exp2<T>(x));
+  }
+  const T* v = site.v + work.key * p_.v.row_stride;
+  source_.fill(w.dp, {site.b, site.h, panel.first, work.key, panel.count, keys, v, p_.v.row_stride,
+                      shared_.do_t ? shared_.do_t + row * p_.value_width : nullptr, w.log2_p});
+  if (w.keep) {
+    fill_kept(w.keep, site, panel, work.key, keys);
+    apply_kept<T, kWidth>(w.dp, w.keep, T(p_.dropout.scale()), keys);
+  }
+  score_gradient(w, cover, keys, row, panel.count);
+  if (bias_.on()) bias_.add(w.bias, ds, site.h, number, keys);
+  if (shared_.row_sums) {
+    T* sums = shared_.row_sums + work.key_group * p_.batch * p_.heads * plan_.panels * kWidth + row;
+    for (Index n = 0; n < size; n += kStep) store(sums + n % kWidth, load(sums + n % kWidth) + load(ds + n));
+  }
+  if (w.tile.slope)
+    for (Index n = 0; n < size; n += kStep) store(ds + n, load(ds + n) * load(w.tile.slope + n));
+  if (w.keep) apply_kept<T, kWidth>(p, w.keep, T(p_.dropout.scale()), keys);
+  // Masked places may hold anything: where a row of the tile is not finite, only visible pairs are multiplied.
+  const bool clean = cover == Cover::all || (work.keys_finite && shared_.finite[row / kWidth]);
+  const LaneInt<T>* visible = clean ? nullptr : w.tile.visible;
+  if (w.dv)
+    add_to_keys(w.dv, p, rows_of(shared_.do_rows, in_.grad_out, site.b, site.h, number, p_.value_width),
+                padded(p_.value_width), keys, panel.count, visible);
+  if (w.dk)
+    add_to_keys(w.dk, ds, rows_of(shared_.q_rows, p_.q, site.b, site.h, number, p_.width), padded(p_.width), keys,
+                panel.count, visible);
+  if (shared_.dq_t)
+    add_to_queries(dq_panel(work.key_group, row), site.k + work.key * p_.k.row_stride, ds, keys, visible);
+}
+
+// ds = p (dp - delta), in place of dp; nothing where masked or past the last row.
+template <class T>
+void AttentionBackward<T>::score_gradient(const Scratch& w, Cover cover, int keys, Index row, int rows) const {
+  alignas(kVectorBytes) LaneInt<T> lane_bits[kWidth];
+  for (int q = 0; q < kWidth; ++q) lane_bits[q] = q < rows ? -1 : 0;
+  const bool masked = cover == Cover::some || rows < kWidth;
+  for (Index n = 0; n < Index(keys) * kWidth; n += kStep) {
+    const Vec<T> p = load(w.tile.s + n);
+    const Vec<T> ds = p * (load(w.dp + n) - load(shared_.delta + row + n % kWidth));
+    if (!masked) {
+      store(w.dp + n, ds);
+      continue;
+    }
+    Ints<T> keep = load_lanes<T>(lane_bits + n % kWidth);
+    if (cover == Cover::some) keep &= load_lanes<T>(w.tile.visible + n);
+    store(w.dp + n, keep ? ds : Vec<T>{});
+    store(w.tile.s + n, keep ? p : Vec<T>{});
+  }
+}
+
+// out[k][:] += sum_q a[k][q] b[q][:]
+template <class T>
+void AttentionBackward<T>::add_to_keys(T* out, const T* a, const PaddedRows<T>& b, Index width, int keys, int rows,
+                                       const LaneInt<T>* visible) const {
+  if (visible) {
+    for (int k = 0; k < keys; ++k)
+      for (Index c = 0; c < width; c += kStep) {
+        Vec<T> acc{};
+        for (int q = 0; q < rows; ++q)
+          if (visible[k * kWidth + q]) acc = fma(splat(a[k * kWidth + q]), load(b.data + q * b.stride + c), acc);
+        store(out + k * width + c, load(out + k * width + c) + acc);
+      }
+    return;
+  }
+  each_row_tile<kVectors>(width / kStep, [&](auto vectors, Index column) {
+    each_row_tile<kRows>(keys, [&](auto tile_rows, Index k) {
+      Accumulators<T, tile_rows, vectors> acc{};
+      multiply_rows<T, tile_rows, vectors>(acc, a + k * kWidth, kWidth, b.data + column * kStep, b.stride, rows);
+      each<T, tile_rows, vectors>(acc, [&](Vec<T>& x, int r, int n) {
+        T* to = out + (k + r) * width + (column + n) * kStep;
+        store(to, load(to) + x);
+      });
+    });
+  });
+}
+
+// dq[d][:] += sum_k k[k][d] ds[k][:]
+template <class T>
+void AttentionBackward<T>::add_to_queries(T* dq, const T* k, const T* ds, int keys, const LaneInt<T>* visible) const {
+  const Index stride = p_.k.row_stride;
+  if (visible) {
+    for (Index d = 0; d < p_.width; ++d)
+      for (int q = 0; q < kWidth; q += kStep) {
+        Vec<T> acc{};
+        for (int n = 0; n < keys; ++n) {
+          const Vec<T> sum = fma(splat(k[n * stride + d]), load(ds + n * kWidth + q), acc);
+          acc = load_lanes<T>(visible + n * kWidth + q) ? sum : acc;
+        }
+        store(dq + d * kWidth + q, load(dq + d * kWidth + q) + acc);
+      }
+    return;
+  }
+  each_row_tile<kRows>(p_.width, [&](auto rows, Index d) {
+    Accumulators<T, rows, kVectors> acc{};
+    multiply_columns<T, rows, kVectors>(acc, k + d, stride, ds, kWidth, keys);
+    each<T, rows, kVectors>(acc, [&](Vec<T>& x, int r, int n) {
+      T* to = dq + (d + r) * kWidth + n * kStep;
+      store(to, load(to) + x);
+    });
+  });
+}
+
+// The keys' gradients of one task, to their place or to the partial sums.
+template <class T>
+void AttentionBackward<T>::store_keys(const Work& work, const Scratch& w, Index b, Index hk) const {
+  const auto save = [&](const T* from, T* sums, const Matrices<T>& to, Index width, T factor) {
+    if (!from) return;
+    const Index first = ((work.query_group * p_.batch + b) * p_.key_heads + hk) * p_.keys + work.key;
+    for (int k = 0; k < work.keys; ++k) {
+      T* line = sums ? sums + (first + k) * padded(width) : to.at(b, hk) + (work.key + k) * to.row_stride;
+      for (Index c = 0; c < width; ++c) line[c] = factor * from[k * padded(width) + c];
+    }
+  };
+  save(w.dk, shared_.dk, result_.grad_key, p_.width, p_.scale);
+  save(w.dv, shared_.dv, result_.grad_value, p_.value_width, T(1));
+}
+
+// Third pass.
+template <class T>
+void AttentionBackward<T>::finish(Index task) const {
+  if (task < prepare_tasks()) return finish_panel(task);
+  if (task < finish_tasks() - 1) return finish_keys(task - prepare_tasks());
+  if (shared_.bias_sums) bias_.finish();
+  if (shared_.sink_sums) finish_sinks();
+}
+
+template <class T>
+void AttentionBackward<T>::finish_panel(Index task) const {
+  const Index number = task % plan_.panels, bh = task / plan_.panels, b = bh / p_.heads, h = bh % p_.heads;
+  const Index first = number * kWidth, row = row_of(b, h, number);
+  const Index count = std::min<Index>(kWidth, p_.queries - first), rows = p_.batch * p_.heads * plan_.panels * kWidth;
+  if (shared_.dq_t) {
+    T* sum = dq_panel(0, row);
+    for (Index g = 1; g < plan_.key_groups; ++g)
+      for (Index n = 0; n < kWidth * p_.width; n += kStep) store(sum + n, load(sum + n) + load(dq_panel(g, row) + n));
+    for (Index q = 0; q < count; ++q) {
+      T* to = result_.grad_query.at(b, h) + (first + q) * result_.grad_query.row_stride;
+      for (Index d = 0; d < p_.width; ++d) to[d] = p_.scale * sum[d * kWidth + q];
+    }
+  }
+  if (shared_.row_sums)
+    for (Index q = 0; q < count; ++q) {
+      T sum = 0;
+      for (Index g = 0; g < plan_.key_groups; ++g) sum -= shared_.row_sums[g * rows + row + q];
+      result_.negative_rows[bh * p_.queries + first + q] = sum;
+    }
+}
+
+template <class T>
+void AttentionBackward<T>::finish_keys(Index task) const {
+  const Index block = task % plan_.key_blocks, bhk = task / plan_.key_blocks,
+              keys_all = p_.batch * p_.key_heads * p_.keys;
+  const Index end = std::min<Index>((block + 1) * kTileKeys, p_.keys);
+  const auto add = [&](const T* sums, const Matrices<T>& to, Index width) {
+    for (Index k = block * kTileKeys; sums && k < end; ++k) {
+      T* line = to.at(bhk / p_.key_heads, bhk % p_.key_heads) + k * to.row_stride;
+      for (Index c = 0; c < width; ++c) {
+        T sum = 0;
+        for (Index g = 0; g < plan_.query_groups; ++g)
+          sum += sums[(g * keys_all + bhk * p_.keys + k) * padded(width) + c];
+        line[c] = sum;
+      }
+    }
+  };
+  add(shared_.dk, result_.grad_key, p_.width);
+  add(shared_.dv, result_.grad_value, p_.value_width);
+}
+
+template <class T>
+void AttentionBackward<T>::finish_sinks() const {
+  for (Index h = 0; h < p_.heads; ++h) {
+    T sum = 0;
+    for (Index b = 0; b < p_.batch; ++b)
+      for (Index n = 0; n < plan_.panels; ++n) sum += shared_.sink_sums[head(b, h) * plan_.panels + n];
+    result_.grad_sinks[h] = sum;
+  }
+}
+
+}  // namespace attention_ops

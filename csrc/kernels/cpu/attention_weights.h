@@ -1,0 +1,243 @@
+// Weights w = exp(s - lse) written out, or their summaries per column and row, in a second tiled pass over the scores.
+#pragma once
+#include "kernels/cpu/score.h"
+#include "kernels/cpu/weight_gradient.h"
+
+namespace attention_ops {
+
+// What both kernels do with one panel: transposed queries, and tile.s := log2 w.
+template <class T>
+class WeightTiles {
+ public:
+  static constexpr int kRows = kForwardRows, kVectors = kForwardVectors, kStep = kLanes<T>;
+  using Panels = Panel<T, kVectors>;
+  static constexpr int kWidth = Panels::kWidth;
+
+  WeightTiles(const Problem<T>& p, const T* lse, Pieces& pieces) : p_(p), lse_(lse) {
+    pieces(q_t_, p.width * kWidth);
+    pieces(lse2_, kWidth);
+    tile_.take(pieces, p, kWidth, /*backward=*/false);
+  }
+
+  const T* s() const { return tile_.s; }
+  void start(const Site<T>& site, Panels& panel) {
+    const T* q = site.q + panel.first * p_.q.row_stride;
+    transpose_into(q_t_, kWidth, q, p_.q.row_stride, panel.count, p_.width, p_.query_factor());
+    panel.q_t = q_t_;
+    const T* lse = lse_ + (site.b * p_.heads + site.h) * p_.queries + panel.first;
+    for (int lane = 0; lane < kWidth; ++lane)  // an empty row has no finite score either
+      lse2_[lane] = lane < panel.count && lse[lane] != -kInfinity<T> ? lse[lane] * kLog2e<T> : 0;
+  }
+  // False for a tile without a visible element.
+  bool step(const Site<T>& site, const Panels& panel, Index key, int keys) {
+    if (compute_scores<T, kRows>(tile_, site, panel, key, keys) == Cover::none) return false;
+    visited_tiles.fetch_add(1, std::memory_order_relaxed);
+    for (Index n = 0; n < Index(keys) * kWidth; n += kStep)
+      store(tile_.s + n, load(tile_.s + n) - load(lse2_ + n % kWidth));
+    return true;
+  }
+
+ private:
+  const Problem<T>& p_;
+  const T* lse_;
+  T *q_t_ = nullptr, *lse2_ = nullptr;
+  ScoreTile<T> tile_;
+};
+
+// out [B, H, Lq, Lk], or [B, 1, Lq, Lk] for the mean over heads; holds zeros where no tile is visited.
+template <class T>
+class AttentionWeights {
+ public:
+  AttentionWeights(const Problem<T>& p, const T* lse, T* out, bool average)
+      : p_(p), lse_(lse), out_(out), average_(average) {}
+
+  Index tasks() const { return p_.batch * (average_ ? 1 : p_.heads) * Tiles::Panels::number(p_.queries); }
+  size_t scratch_bytes() const {
+    Pieces count;
+    Tiles(p_, lse_, count);
+    return count.bytes;
+  }
+  void run(Index task, Arena& arena) const {
+    Pieces pieces(&arena);
+    Tiles tiles(p_, lse_, pieces);
+    typename Tiles::Panels panel(p_, task % Tiles::Panels::number(p_.queries));
+    const Index slice = task / Tiles::Panels::number(p_.queries), first = average_ ? 0 : slice % p_.heads;
+    const Index b = average_ ? slice : slice / p_.heads, last = average_ ? p_.heads : first + 1;
+    T* out = out_ + (slice * p_.queries + panel.first) * p_.keys;
+    for (Index h = first; h < last; ++h) {
+      const Site<T> site(p_, b, h);
+      tiles.start(site, panel);
+      for (Index key = 0; key < p_.keys; key += kTileKeys) {
+        const int keys = int(std::min<Index>(kTileKeys, p_.keys - key));
+        if (tiles.step(site, panel, key, keys)) write(out + key, tiles.s(), panel.count, keys);
+      }
+    }
+  }
+
+ private:
+  using Tiles = WeightTiles<T>;
+
+  void write(T* out, const T* log2_w, int rows, int keys) const {
+    const T factor = average_ ? T(1) / T(p_.heads) : T(1);
+    for (int k = 0; k < keys; ++k, log2_w += Tiles::kWidth) {
+      T w[Tiles::kWidth];
+      for (int n = 0; n < Tiles::kWidth; n += Tiles::kStep) store(w + n, exp2<T>(load(log2_w + n)) * splat(factor));
+      for (int q = 0; q < rows; ++q) out[q * p_.keys + k] += w[q];
+    }
+  }
+
+  const Problem<T>& p_;
+  const T* lse_;
+  T* out_;
+  bool average_;
+};
+
+template <class T>
+struct Summaries {
+  T *column_sum, *entropy, *maximum;  // [B, H, Lk], [B, H, Lq], [B, H, Lq]
+  int64_t* argmax;                    // [B, H, Lq], the first key of the largest weight
+};
+
+// A task is a group of panels of one head; column sums of the groups are added in their order afterwards.
+template <class T>
+class AttentionSummaries {
+ public:
+  AttentionSummaries(const Problem<T>& p, const T* lse, const Summaries<T>& result)
+      : p_(p),
+        lse_(lse),
+        result_(result),
+        panels_(Tiles::Panels::number(p.queries)),
+        groups_(std::clamp<Index>(16 / std::max<Index>(p.batch * p.heads, 1), 1, std::max<Index>(panels_, 1))),
+        memory_(Arena::rounded<T>(groups_ * columns())),
+        sums_(memory_.template take<T>(groups_ * columns())) {}
+
+  Index tasks() const { return groups_ * p_.batch * p_.heads; }
+  size_t scratch_bytes() const {
+    Pieces count;
+    Tiles(p_, lse_, count);
+    return count.bytes;
+  }
+  void run(Index task, Arena& arena) const {
+    Pieces pieces(&arena);
+    Tiles tiles(p_, lse_, pieces);
+    const Index bh = task % (p_.batch * p_.heads), group = task / (p_.batch * p_.heads);
+    const Site<T> site(p_, bh / p_.heads, bh % p_.heads);
+    T* sums = sums_ + group * columns() + bh * p_.keys;
+    std::fill_n(sums, p_.keys, T(0));
+    for (Index n = panels_ * group / groups_; n < panels_ * (group + 1) / groups_; ++n) {
+      typename Tiles::Panels panel(p_, n);
+      tiles.start(site, panel);
+      run_panel(tiles, site, panel, sums);
+    }
+  }
+  Index finish_tasks() const { return p_.batch * p_.heads; }
+  void finish(Index bh) const {
+    for (Index j = bh * p_.keys; j < (bh + 1) * p_.keys; ++j) {
+      T sum = 0;
+      for (Index g = 0; g < groups_; ++g) sum += sums_[g * columns() + j];
+      result_.column_sum[j] = sum;
+    }
+  }
+
+ private:
+  using Tiles = WeightTiles<T>;
+  static constexpr int kVectors = Tiles::kVectors, kStep = Tiles::kStep, kWidth = Tiles::kWidth;
+
+  struct Rows {  // of a panel, in lanes
+    Vec<T> entropy[kVectors]{}, best[kVectors]{};
+    Ints<T> place[kVectors]{};
+  };
+
+  Index columns() const { return p_.batch * p_.heads * p_.keys; }
+
+  void run_panel(Tiles& tiles, const Site<T>& site, const typename Tiles::Panels& panel, T* sums) const {
+    Rows rows;
+    for (Index key = 0; key < p_.keys; key += kTileKeys) {
+      const int keys = int(std::min<Index>(kTileKeys, p_.keys - key));
+      if (!tiles.step(site, panel, key, keys)) continue;
+      for (int k = 0; k < keys; ++k) {
+        T w[kWidth];
+        add_key(rows, w, tiles.s() + k * kWidth, key + k);
+        for (int q = 0; q < panel.count; ++q) sums[key + k] += w[q];
+      }
+    }
+    const Index first = (site.b * p_.heads + site.h) * p_.queries + panel.first;
+    for (int q = 0; q < panel.count; ++q) {
+      result_.entropy[first + q] = rows.entropy[q / kStep][q % kStep] * -kLn2<T>;
+      result_.maximum[first + q] = rows.best[q / kStep][q % kStep];
+      result_.argmax[first + q] = rows.place[q / kStep][q % kStep];
+    }
+  }
+
+  static void add_key(Rows& rows, T* w, const T* log2_w, Index key) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec<T> x = load(log2_w + v * kStep), p = exp2<T>(x);
+      store(w + v * kStep, p);
+      rows.entropy[v] += x == splat(-kInfinity<T>) ? Vec<T>{} : p * x;
+      const Ints<T> better = ((p > rows.best[v]) | (p != p)) & (rows.best[v] == rows.best[v]);
+      rows.best[v] = better ? p : rows.best[v];
+      rows.place[v] = better ? LaneInt<T>(key) - Ints<T>{} : rows.place[v];
+    }
+  }
+
+  const Problem<T>& p_;
+  const T* lse_;
+  Summaries<T> result_;
+  Index panels_, groups_;
+  Arena memory_;
+  T* sums_;
+};
+
+// d loss / d w given as a tensor, or as the gradient of its mean over heads.
+template <class T, int Width>
+class DenseGradient final : public WeightGradient<T, Width> {
+ public:
+  DenseGradient(const Tensor4& grad, T factor) : grad_(grad), factor_(factor) {}
+  void fill(T* dp, const GradientTile<T, Width>& t) const override {
+    std::fill_n(dp, Index(t.keys) * Width, T(0));
+    with_element(grad_.element, [&]<class E>(E*) {
+      const E* first = static_cast<const E*>(grad_.data) + t.b * grad_.strides[0] + t.h * grad_.strides[1] +
+                       t.row * grad_.strides[2] + t.key * grad_.strides[3];
+      for (int q = 0; q < t.rows; ++q)
+        for (int k = 0; k < t.keys; ++k)
+          dp[k * Width + q] = factor_ * convert<T>(first[q * grad_.strides[2] + k * grad_.strides[3]]);
+    });
+  }
+
+ private:
+  Tensor4 grad_;
+  T factor_;
+};
+
+// d loss / d w = grad_column_sum_j - grad_entropy_i (log w + 1) + grad_maximum_i [j = argmax_i]; each may be absent.
+template <class T>
+struct SummaryGradients {
+  const T *column_sum = nullptr, *entropy = nullptr, *maximum = nullptr;
+  const int64_t* argmax = nullptr;
+};
+
+template <class T, int Width>
+class SummaryGradient final : public WeightGradient<T, Width> {
+ public:
+  SummaryGradient(const Problem<T>& p, const SummaryGradients<T>& grads) : p_(p), grads_(grads) {}
+  bool needs_log() const override { return grads_.entropy != nullptr; }
+  void fill(T* dp, const GradientTile<T, Width>& t) const override {
+    const Index bh = t.b * p_.heads + t.h, row = bh * p_.queries + t.row;
+    std::fill_n(dp, Index(t.keys) * Width, T(0));
+    for (int k = 0; k < t.keys; ++k)
+      for (int q = 0; q < t.rows; ++q) {
+        T& x = dp[k * Width + q];
+        if (grads_.column_sum) x += grads_.column_sum[bh * p_.keys + t.key + k];
+        if (grads_.maximum && grads_.argmax[row + q] == t.key + k) x += grads_.maximum[row + q];
+        if (!grads_.entropy) continue;
+        const T log2_w = t.log2_p[k * Width + q];  // 0 log 0 = 0
+        x -= grads_.entropy[row + q] * (log2_w == -kInfinity<T> ? 0 : log2_w * kLn2<T> + 1);
+      }
+  }
+
+ private:
+  const Problem<T>& p_;
+  SummaryGradients<T> grads_;
+};
+
+}  // namespace attention_ops

@@ -1,0 +1,99 @@
+// The gradient of a bias of any broadcast shape. A task sums the tiles of one key block over the batches and heads that
+// share the bias, then writes them; a bias that broadcasts over rows or columns goes through partial sums.
+#pragma once
+#include "kernels/cpu/backward_plan.h"
+
+namespace attention_ops {
+
+template <class T, int Width>
+class BackwardBias {
+ public:
+  BackwardBias(const Problem<T>& p, const BackwardResult<T>& r, const BackwardPlan& plan)
+      : grad_(r.grad_bias), plan_(plan), group_(p.group()), queries_(p.queries) {}
+
+  bool on() const { return grad_.defined(); }
+  void use_sums(T* sums) { sums_ = sums; }
+  Index scratch_size() const { return on() ? slices() * slice_size() : 0; }
+
+  void start(T* scratch) const { std::fill_n(scratch, scratch_size(), T(0)); }
+
+  // scratch += ds, [keys, Width] of panel `panel` of query head h
+  void add(T* scratch, const T* ds, Index h, Index panel, int keys) const {
+    T* to = scratch + (slices() > 1 ? h % group_ : 0) * slice_size() + (sums_queries() ? 0 : panel * Width);
+    for (int k = 0; k < keys; ++k) {
+      T* row = to + (sums_keys() ? 0 : k * columns());
+      for (int q = 0; q < Width; q += kLanes<T>) store(row + q, load(row + q) + load(ds + k * Width + q));
+    }
+  }
+
+  // Writes what batch b and the heads from h on have gathered for keys key .. key + keys.
+  void write(const T* scratch, Index key_group, Index query_group, Index b, Index h, Index key, int keys) const {
+    for (Index slice = 0; slice < slices(); ++slice) {
+      const T* from = scratch + slice * slice_size();
+      const Index bias_batch = grad_.sizes[0] == 1 ? 0 : b, bias_head = grad_.sizes[1] == 1 ? 0 : h + slice;
+      if (sums_)
+        add_sums(from,
+                 (key_group * plan_.query_groups + query_group) * total() +
+                     (bias_batch * grad_.sizes[1] + bias_head) * grad_.sizes[2] * grad_.sizes[3],
+                 query_group, key, keys);
+      else
+        write_block(from, query_group, bias_batch, bias_head, key, keys);
+    }
+  }
+
+  // grad_bias = sum of the partial sums of all groups
+  void finish() const {
+    const Index groups = plan_.key_groups * plan_.query_groups, inner = grad_.sizes[2] * grad_.sizes[3];
+    with_element(grad_.element, [&]<class E>(E*) {
+      for (Index n = 0; n < total(); ++n) {
+        T sum = 0;
+        for (Index g = 0; g < groups; ++g) sum += sums_[g * total() + n];
+        const Index slice = n / inner, i = n % inner / grad_.sizes[3], j = n % grad_.sizes[3];
+        *at<E>(slice / grad_.sizes[1], slice % grad_.sizes[1], i, j) = convert<E>(sum);
+      }
+    });
+  }
+  void clear_sums() const {
+    if (sums_) std::fill_n(sums_, plan_.key_groups * plan_.query_groups * total(), T(0));
+  }
+
+ private:
+  bool sums_queries() const { return grad_.sizes[2] == 1; }
+  bool sums_keys() const { return grad_.sizes[3] == 1; }
+  Index slices() const { return grad_.sizes[1] == 1 ? 1 : group_; }
+  Index columns() const { return sums_queries() ? Width : plan_.panels * Width; }
+  Index slice_size() const { return columns() * (sums_keys() ? 1 : kTileKeys); }
+  Index total() const { return grad_.sizes[0] * grad_.sizes[1] * grad_.sizes[2] * grad_.sizes[3]; }
+  Index first_row(Index query_group) const { return std::min(plan_.first_panel(query_group) * Width, queries_); }
+
+  template <class E>
+  E* at(Index b, Index h, Index i, Index j) const {
+    const Index* strides = grad_.strides;
+    return static_cast<E*>(grad_.data) + b * strides[0] + h * strides[1] + i * strides[2] + j * strides[3];
+  }
+
+  void write_block(const T* from, Index query_group, Index b, Index h, Index key, int keys) const {
+    with_element(grad_.element, [&]<class E>(E*) {
+      for (Index i = first_row(query_group); i < first_row(query_group + 1); ++i)
+        for (int k = 0; k < keys; ++k) *at<E>(b, h, i, key + k) = convert<E>(from[k * columns() + i]);
+    });
+  }
+
+  void add_sums(const T* from, Index offset, Index query_group, Index key, int keys) const {
+    T* sums = sums_ + offset;
+    for (int k = 0; k < (sums_keys() ? 1 : keys); ++k, from += columns()) {
+      T* line = sums + (sums_keys() ? 0 : key + k);
+      if (sums_queries())
+        for (int q = 0; q < Width; ++q) *line += from[q];
+      else  // the bias has one column
+        for (Index i = first_row(query_group); i < first_row(query_group + 1); ++i) line[i] += from[i];
+    }
+  }
+
+  Tensor4 grad_;
+  BackwardPlan plan_;
+  Index group_, queries_;
+  T* sums_ = nullptr;
+};
+
+}  // namespace attention_ops

@@ -1,0 +1,122 @@
+// What every attention kernel is given, its scratch memory, and the pieces of it that one batch and head see.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "kernels/cpu/elementary.h"
+#include "kernels/mask/mask.h"
+#include "kernels/philox.h"
+#include "kernels/view.h"
+
+namespace attention_ops {
+
+constexpr int kTileKeys = 64;  // keys of a tile, in every kernel
+
+// s = softcap(scale q k') + bias where the mask allows; rows and columns are elements of type T, columns contiguous.
+template <class T>
+struct Problem {
+  Index batch = 0, heads = 0, key_heads = 0, queries = 0, keys = 0, width = 0, value_width = 0;
+  Matrices<const T> q, k, v;
+  Tensor4 bias;
+  const T* sinks = nullptr;  // [H]
+  MaskProblem mask;
+  const int64_t *true_heads = nullptr, *true_rows = nullptr;  // what the mask calls each head and row
+  T scale = 1, softcap = 0;                                   // softcap 0: none
+  Dropout dropout;
+
+  Index group() const { return heads / key_heads; }
+  // q is stored multiplied by this: products are then in log2 units, or in units of the softcap.
+  T query_factor() const { return softcap > 0 ? scale / softcap : scale * kLog2e<T>; }
+};
+
+inline std::atomic<int64_t> visited_tiles{0};
+
+// Scratch of one thread, handed out in aligned pieces. Sizes are counted first, so that there is one allocation.
+class Arena {
+ public:
+  explicit Arena(size_t bytes)
+      : next_(static_cast<char*>(::operator new(bytes + kAlign, std::align_val_t(kAlign)))), base_(next_) {}
+  ~Arena() { ::operator delete(base_, std::align_val_t(kAlign)); }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  void reset() { next_ = base_; }
+  template <class E>
+  E* take(Index count) {
+    E* piece = reinterpret_cast<E*>(next_);
+    next_ += rounded<E>(count);
+    return piece;
+  }
+  template <class E>
+  static size_t rounded(Index count) {
+    return (size_t(count) * sizeof(E) + kAlign - 1) / kAlign * kAlign;
+  }
+
+ private:
+  static constexpr size_t kAlign = 64;
+  char *next_, *base_;
+};
+
+// Takes pieces from an arena, or only counts them.
+class Pieces {
+ public:
+  explicit Pieces(Arena* arena = nullptr) : arena_(arena) {}
+  template <class E>
+  void operator()(E*& piece, Index count) {
+    bytes += Arena::rounded<E>(count);
+    if (arena_) piece = arena_->take<E>(count);
+  }
+  size_t bytes = 0;
+
+ private:
+  Arena* arena_;
+};
+
+// One batch and query head.
+template <class T>
+struct Site {
+  const Problem<T>& of;
+  Index b, h;
+  const T *q, *k, *v;
+  Mask mask;
+  DropoutStream dropout;
+
+  Site(const Problem<T>& p, Index b, Index h)
+      : of(p),
+        b(b),
+        h(h),
+        q(p.q.at(b, h)),
+        k(p.k.at(b, h / p.group())),
+        v(p.v.at(b, h / p.group())),
+        mask(p.mask, b, p.true_heads ? p.true_heads[h] : h),
+        dropout(p.dropout.on() ? p.dropout.stream(b, h) : DropoutStream{}) {}
+};
+
+// Up to `kWidth` queries, one in each lane of NV vectors; lanes past `count` repeat the last row's number.
+template <class T, int NV>
+struct Panel {
+  static constexpr int kWidth = NV * kLanes<T>;
+  Index first;
+  int count;
+  int32_t rows[kWidth], low, high;
+  const T* q_t = nullptr;  // [width, kWidth], multiplied by query_factor()
+
+  Panel(const Problem<T>& p, Index number)
+      : first(number * kWidth), count(int(std::min<Index>(kWidth, p.queries - first))) {
+    for (int lane = 0; lane < kWidth; ++lane) {
+      const Index row = first + std::min(lane, count - 1);
+      rows[lane] = static_cast<int32_t>(p.true_rows ? p.true_rows[row] : row);
+    }
+    low = *std::min_element(rows, rows + kWidth);
+    high = *std::max_element(rows, rows + kWidth);
+  }
+
+  static Index number(Index queries) { return (queries + kWidth - 1) / kWidth; }
+  Tile tile(Index key, int keys) const {
+    return {rows, count, low, high, static_cast<int32_t>(key), static_cast<int32_t>(key + keys - 1)};
+  }
+};
+
+}  // namespace attention_ops

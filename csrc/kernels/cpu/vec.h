@@ -1,0 +1,114 @@
+// The vector vocabulary: all that kernels say about the processor. The only file that names an instruction set.
+// A section gives the width, the register tiles and the few operations that the portable text below cannot say well.
+#pragma once
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace attention_ops {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kForwardRows = 4, kForwardVectors = 4;    // accumulators of the forward kernels' register tile
+constexpr int kBackwardRows = 8, kBackwardVectors = 2;  // the same for the backward kernels
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kForwardRows = 4, kForwardVectors = 3;
+constexpr int kBackwardRows = 4, kBackwardVectors = 3;
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kForwardRows = 4, kForwardVectors = 3;
+constexpr int kBackwardRows = 4, kBackwardVectors = 3;
+#endif
+
+template <class T>
+struct VectorOf {
+  using Int = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+  typedef T type __attribute__((vector_size(kVectorBytes)));
+  typedef Int ints __attribute__((vector_size(kVectorBytes)));
+};
+
+template <class T>
+using Vec = typename VectorOf<T>::type;
+template <class T>
+using Ints = typename VectorOf<T>::ints;  // lanes of a comparison: -1 or 0
+template <class T>
+using LaneInt = typename VectorOf<T>::Int;
+template <class T>
+constexpr int kLanes = kVectorBytes / int(sizeof(T));
+
+template <class T>
+inline Vec<T> load(const T* p) {
+  Vec<T> x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+template <class T>
+inline void store(T* p, std::type_identity_t<Vec<T>> x) {
+  std::memcpy(p, &x, sizeof x);
+}
+template <class T>
+inline Ints<T> load_lanes(const LaneInt<T>* p) {
+  Ints<T> x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+template <class T>
+inline Vec<T> splat(T x) {
+  return x - Vec<T>{};
+}
+template <class T>
+constexpr T kInfinity = std::numeric_limits<T>::infinity();
+
+// a * b + c, contracted to one instruction where there is one.
+template <class V>
+inline V fma(V a, V b, V c) {
+  return a * b + c;
+}
+
+// The larger; b where either is NaN.
+template <class V>
+inline V max(V a, V b) {
+  return a > b ? a : b;
+}
+
+// mantissa * 2^n for whole n within the normal exponents; `shifted` is n plus the shifter of exp2.
+template <class T>
+inline Vec<T> scale_exponent(Vec<T> mantissa, Vec<T> shifted) {
+  constexpr int kFraction = std::numeric_limits<T>::digits - 1;
+  return std::bit_cast<Vec<T>>(std::bit_cast<Ints<T>>(mantissa) + (std::bit_cast<Ints<T>>(shifted) << kFraction));
+}
+
+inline bool any(Ints<float> x) {
+  for (int n = 0; n < kLanes<float>; ++n)
+    if (x[n]) return true;
+  return false;
+}
+inline bool any(Ints<double> x) {
+  for (int n = 0; n < kLanes<double>; ++n)
+    if (x[n]) return true;
+  return false;
+}
+
+#if defined(__AVX512F__)  // maskz: g++ 12 warns of its own header in the plain form
+inline Vec<float> max(Vec<float> a, Vec<float> b) {
+  return _mm512_maskz_max_ps(0xffff, a, b);
+}
+inline Vec<double> max(Vec<double> a, Vec<double> b) {
+  return _mm512_maskz_max_pd(0xff, a, b);
+}
+#elif defined(__AVX2__)
+inline Vec<float> max(Vec<float> a, Vec<float> b) {
+  return _mm256_max_ps(a, b);
+}
+inline Vec<double> max(Vec<double> a, Vec<double> b) {
+  return _mm256_max_pd(a, b);
+}
+#endif
+
+}  // namespace attention_ops

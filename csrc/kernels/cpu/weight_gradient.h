@@ -1,0 +1,47 @@
+// Where dp, the gradient of a tile's weights, comes from. The backward pass is the same for every source.
+#pragma once
+#include "kernels/cpu/score.h"
+
+namespace attention_ops {
+
+// One tile of the backward pass.
+template <class T, int Width>
+struct GradientTile {
+  Index b, h, row, key;  // first row and key
+  int rows, keys;
+  const T* v;  // [keys, Dv] rows of this tile's keys
+  Index v_stride;
+  const T* do_t;    // [Dv, Width]
+  const T* log2_p;  // [keys, Width], where the source asks for it
+};
+
+template <class T, int Width>
+class WeightGradient {
+ public:
+  virtual ~WeightGradient() = default;
+  virtual bool needs_log() const { return false; }
+  virtual bool has_values() const { return false; }
+  virtual void fill(T* dp, const GradientTile<T, Width>& tile) const = 0;  // [keys, Width]
+};
+
+// out = p v: dp = v grad_out'
+template <class T, int R, int NV>
+class ValueGradient final : public WeightGradient<T, NV * kLanes<T>> {
+  static constexpr int kWidth = NV * kLanes<T>;
+
+ public:
+  explicit ValueGradient(Index value_width) : value_width_(value_width) {}
+  bool has_values() const override { return true; }
+  void fill(T* dp, const GradientTile<T, kWidth>& t) const override {
+    each_row_tile<R>(t.keys, [&](auto rows, Index r) {
+      Accumulators<T, rows, NV> acc{};
+      multiply_rows<T, rows, NV>(acc, t.v + r * t.v_stride, t.v_stride, t.do_t, kWidth, value_width_);
+      each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int n) { store(dp + (r + i) * kWidth + n * kLanes<T>, x); });
+    });
+  }
+
+ private:
+  Index value_width_;
+};
+
+}  // namespace attention_ops
