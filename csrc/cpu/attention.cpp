@@ -1,0 +1,47 @@
+// Attention on the CPU: forward and backward. Compiled once per instruction set into a library of its own.
+#include <torch/library.h>
+
+#include "cpu/backward.h"
+#include "kernels/cpu/attention_forward.h"
+
+namespace attention_ops {
+namespace {
+
+Pair forward_cpu(const Attention& a) {
+  return in_compute_type(a.query, [&]<class T>() -> Pair {
+    const Loaded<T> loaded(a);
+    const Problem<T>& p = loaded.problem;
+    const Tensor out = empty_rows<T>(a.query, {p.batch, p.heads, p.queries, p.value_width});
+    const Tensor lse = empty_of<T>(a.query, {p.batch, p.heads, p.queries});
+    const AttentionForward<T> kernel(p, {result_view<T>(out), lse.mutable_data_ptr<T>()});
+    run_tasks(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+    return {out.to(a.query.scalar_type()), lse};
+  });
+}
+
+Five backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 5> needed) {
+  return in_compute_type(a.query, [&]<class T>() -> Five {
+    const Loaded<T> loaded(a);
+    Gradients<T> grads;
+    if (needed[0]) grads.query = empty_rows<T>(a.query, a.query.sizes());
+    if (needed[1]) grads.key = empty_rows<T>(a.key, a.key.sizes());
+    if (needed[2]) grads.value = empty_rows<T>(a.value, a.value.sizes());
+    if (needed[3] && a.bias) grads.bias = at::empty(a.bias->sizes(), a.bias->options());
+    if (needed[4] && a.sinks) grads.sinks = empty_of<T>(a.query, a.sinks->sizes());
+    const Operand<T> out_rows(out), grad_rows(grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out));
+    const Vector<T> lse_rows(lse), grad_lse_rows(grad_lse);
+    const ValueGradient<T, kBackwardRows, kBackwardVectors> source(loaded.problem.value_width);
+    run_backward<T>(loaded.problem, {out_rows.view(), grad_rows.view(), lse_rows.data(), grad_lse_rows.data()}, grads,
+                    source);
+    return {finished(grads.query, a.query), finished(grads.key, a.key), finished(grads.value, a.value),
+            finished(grads.bias, a.bias.value_or(a.query)), finished(grads.sinks, a.sinks.value_or(a.query))};
+  });
+}
+
+TORCH_LIBRARY_IMPL(attention_ops, CPU, m) {
+  m.impl("_attention_forward", Flat<forward_cpu>::call);
+  m.impl("_attention_backward", Flat<backward_cpu>::call);
+}
+
+}  // namespace
+}  // namespace attention_ops

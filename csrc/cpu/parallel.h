@@ -1,0 +1,30 @@
+// Runs a kernel's tasks on torch's threads. Each takes the next task when it is free; which thread runs one matters
+// not.
+#pragma once
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "kernels/cpu/problem.h"
+
+namespace attention_ops {
+
+template <class F>
+void run_tasks(Index tasks, size_t scratch_bytes, F&& f) {
+  std::atomic<Index> next{0};
+  const auto work = [&] {
+    Arena arena(scratch_bytes);
+    for (Index task = next++; task < tasks; task = next++) {
+      arena.reset();
+      f(task, arena);
+    }
+  };
+  const Index threads = std::min<Index>(at::get_num_threads(), tasks);
+  if (threads <= 1 || at::in_parallel_region()) return work();
+  at::parallel_for(0, threads, 1, [&](Index begin, Index end) {
+    for (Index n = begin; n < end; ++n) work();
+  });
+}
+
+}  // namespace attention_ops
