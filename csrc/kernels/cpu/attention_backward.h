@@ -93,13 +93,17 @@ class AttentionBackward {
   void pad_rows(T* to, const T* from, Index stride, int rows, Index width) const;
   PaddedRows<T> rows_of(const T* padded_rows, const Matrices<const T>& natural, Index b, Index h, Index panel,
                         Index width) const;
-  void run_block(const Work& work, const Scratch& w, Index batch_owner, Index head_owner) const;
-  void run_head(const Work& work, const Scratch& w, Index b, Index h) const;
-  void run_tile(const Work& work, const Scratch& w, const Site<T>& site, const Panels& panel, Index number) const;
-  void score_gradient(const Scratch& w, Cover cover, int keys, Index row, int rows) const;
-  void add_to_keys(T* out, const T* a, const PaddedRows<T>& b, Index width, int keys, int rows,
+  void run_block(const Work& work, Scratch& w, Index batch_owner, Index head_owner) const;
+  void run_head(const Work& work, Scratch& w, Index b, Index h) const;
+  void run_tile(const Work& work, Scratch& w, const Site<T>& site, const Panels& panel, Index number) const;
+  void add_tile(const Work& work, const Scratch& w, const Site<T>& site, const Panels& panel, Index number) const;
+  void compute_weights(const Scratch& w, Index row) const;
+  void score_gradient(const Scratch& w, Index row, int rows) const;
+  template <int NV>
+  void add_to_keys(T* out, const T* a, const PaddedRows<T>& b, Index width, const Span& span, int rows,
                    const LaneInt<T>* visible) const;
-  void add_to_queries(T* dq, const T* k, const T* ds, int keys, const LaneInt<T>* visible) const;
+  template <int NV>
+  void add_to_queries(T* dq, const T* k, const T* ds, const Span& span, const LaneInt<T>* visible) const;
   void store_keys(const Work& work, const Scratch& w, Index b, Index hk) const;
   void finish_panel(Index task) const;
   void finish_keys(Index task) const;

@@ -19,13 +19,13 @@ void AttentionBackward<T>::prepare(Index task) const {
   const Panels panel(p_, number);
   const Index row = row_of(b, h, number), stride = p_.q.row_stride, do_stride = in_.grad_out.row_stride;
   const T* q = p_.q.at(b, h) + panel.first * stride;
-  transpose_into(shared_.q_t + row * p_.width, kWidth, q, stride, panel.count, p_.width, p_.query_factor());
+  rows_to_lanes(shared_.q_t + row * p_.width, kWidth, q, stride, panel.count, p_.width, p_.query_factor());
   if (shared_.q_rows) pad_rows(shared_.q_rows + row * padded(p_.width), q, stride, panel.count, p_.width);
   bool finite = all_finite(q, stride, panel.count, p_.width);
   const T* grad_out = in_.grad_out.data ? in_.grad_out.at(b, h) + panel.first * do_stride : nullptr;
   if (grad_out) {
     const Index width = p_.value_width;
-    transpose_into(shared_.do_t + row * width, kWidth, grad_out, do_stride, panel.count, width, T(1));
+    rows_to_lanes(shared_.do_t + row * width, kWidth, grad_out, do_stride, panel.count, width, T(1));
     if (shared_.do_rows) pad_rows(shared_.do_rows + row * padded(width), grad_out, do_stride, panel.count, width);
     finite = finite && all_finite(grad_out, do_stride, panel.count, width);
   }
@@ -38,7 +38,7 @@ void AttentionBackward<T>::prepare(Index task) const {
     if (lane < panel.count) {
       lse = in_.lse[n] == -kInfinity<T> ? 0 : in_.lse[n];
       const T* out = grad_out ? in_.out.at(b, h) + i * in_.out.row_stride : nullptr;
-      for (Index d = 0; grad_out && d < p_.value_width; ++d) delta += out[d] * grad_out[lane * do_stride + d];
+      if (grad_out) delta = dot(out, grad_out + lane * do_stride, p_.value_width);
       if (in_.grad_lse) delta -= in_.grad_lse[n];
       if (shared_.sink_sums && in_.lse[n] != -kInfinity<T>) sink_sum -= std::exp(sink - lse) * delta;
     }
@@ -78,7 +78,7 @@ void AttentionBackward<T>::run(Index task, Arena& arena) const {
 
 // One key block, over all batches and heads of its owner.
 template <class T>
-void AttentionBackward<T>::run_block(const Work& work, const Scratch& w, Index batch_owner, Index head_owner) const {
+void AttentionBackward<T>::run_block(const Work& work, Scratch& w, Index batch_owner, Index head_owner) const {
   const bool all_batches = plan_.batches < p_.batch, all_heads = plan_.key_heads < p_.key_heads;
   const Index first_batch = all_batches ? 0 : batch_owner, batches = all_batches ? p_.batch : 1;
   const Index first_head = all_heads ? 0 : head_owner, heads = all_heads ? p_.key_heads : 1;
@@ -97,7 +97,7 @@ void AttentionBackward<T>::run_block(const Work& work, const Scratch& w, Index b
 }
 
 template <class T>
-void AttentionBackward<T>::run_head(const Work& work, const Scratch& w, Index b, Index h) const {
+void AttentionBackward<T>::run_head(const Work& work, Scratch& w, Index b, Index h) const {
   const Site<T> site(p_, b, h);
   for (Index n = plan_.first_panel(work.query_group); n < plan_.first_panel(work.query_group + 1); ++n) {
     Panels panel(p_, n);
@@ -114,86 +114,104 @@ PaddedRows<T> AttentionBackward<T>::rows_of(const T* padded_rows, const Matrices
 }
 
 template <class T>
-void AttentionBackward<T>::run_tile(const Work& work, const Scratch& w, const Site<T>& site, const Panels& panel,
+void AttentionBackward<T>::run_tile(const Work& work, Scratch& w, const Site<T>& site, const Panels& panel,
                                     Index number) const {
-  const int keys = work.keys;
-  const Cover cover = compute_scores<T, kRows>(w.tile, site, panel, work.key, keys);
+  const Cover cover = compute_scores<T, kRows>(w.tile, site, panel, work.key, work.keys);
   if (cover == Cover::none) return;
   visited_tiles.fetch_add(1, std::memory_order_relaxed);
-  const Index row = row_of(site.b, site.h, number), size = Index(keys) * kWidth;
-  T *p = w.tile.s, *ds = w.dp;
-  for (Index n = 0; n < size; n += kStep) {
-    const Vec<T> x = load(p + n) - load(shared_.lse2 + row + n % kWidth);
-    if (w.log2_p) store(w.log2_p + n, x);
-    store(p + n, exp2<T>(x));
-  }
+  const Index row = row_of(site.b, site.h, number);
+  compute_weights(w, row);
   const T* v = site.v + work.key * p_.v.row_stride;
-  source_.fill(w.dp, {site.b, site.h, panel.first, work.key, panel.count, keys, v, p_.v.row_stride,
-                      shared_.do_t ? shared_.do_t + row * p_.value_width : nullptr, w.log2_p});
+  source_.fill(w.dp, {site.b, site.h, panel.first, work.key, panel.count, work.keys, v, p_.v.row_stride,
+                      shared_.do_t ? shared_.do_t + row * p_.value_width : nullptr, w.log2_p, w.tile});
+  const T kept = T(p_.dropout.on() ? p_.dropout.scale() : 1);
   if (w.keep) {
-    fill_kept(w.keep, site, panel, work.key, keys);
-    apply_kept<T, kWidth>(w.dp, w.keep, T(p_.dropout.scale()), keys);
+    fill_kept(w.keep, site, panel, work.key, work.keys);
+    apply_kept<T, kWidth>(w.dp, w.tile, w.keep, kept);
   }
-  score_gradient(w, cover, keys, row, panel.count);
-  if (bias_.on()) bias_.add(w.bias, ds, site.h, number, keys);
+  score_gradient(w, row, panel.count);
+  if (bias_.on()) bias_.add(w.bias, w.tile, w.dp, site.h, number);
   if (shared_.row_sums) {
     T* sums = shared_.row_sums + work.key_group * p_.batch * p_.heads * plan_.panels * kWidth + row;
-    for (Index n = 0; n < size; n += kStep) store(sums + n % kWidth, load(sums + n % kWidth) + load(ds + n));
+    each_vector<T, kWidth>(w.tile, [&](Index n, int lane) { store(sums + lane, load(sums + lane) + load(w.dp + n)); });
   }
   if (w.tile.slope)
-    for (Index n = 0; n < size; n += kStep) store(ds + n, load(ds + n) * load(w.tile.slope + n));
-  if (w.keep) apply_kept<T, kWidth>(p, w.keep, T(p_.dropout.scale()), keys);
-  // Masked places may hold anything: where a row of the tile is not finite, only visible pairs are multiplied.
-  const bool clean = cover == Cover::all || (work.keys_finite && shared_.finite[row / kWidth]);
-  const LaneInt<T>* visible = clean ? nullptr : w.tile.visible;
-  if (w.dv)
-    add_to_keys(w.dv, p, rows_of(shared_.do_rows, in_.grad_out, site.b, site.h, number, p_.value_width),
-                padded(p_.value_width), keys, panel.count, visible);
-  if (w.dk)
-    add_to_keys(w.dk, ds, rows_of(shared_.q_rows, p_.q, site.b, site.h, number, p_.width), padded(p_.width), keys,
-                panel.count, visible);
-  if (shared_.dq_t)
-    add_to_queries(dq_panel(work.key_group, row), site.k + work.key * p_.k.row_stride, ds, keys, visible);
+    each_vector<T, kWidth>(w.tile, [&](Index n, int) { store(w.dp + n, load(w.dp + n) * load(w.tile.slope + n)); });
+  if (w.keep) apply_kept<T, kWidth>(w.tile.s, w.tile, w.keep, kept);
+  add_tile(work, w, site, panel, number);
 }
 
-// ds = p (dp - delta), in place of dp; nothing where masked or past the last row.
+// p = exp(s - lse), in place of s
 template <class T>
-void AttentionBackward<T>::score_gradient(const Scratch& w, Cover cover, int keys, Index row, int rows) const {
-  alignas(kVectorBytes) LaneInt<T> lane_bits[kWidth];
-  for (int q = 0; q < kWidth; ++q) lane_bits[q] = q < rows ? -1 : 0;
-  const bool masked = cover == Cover::some || rows < kWidth;
-  for (Index n = 0; n < Index(keys) * kWidth; n += kStep) {
-    const Vec<T> p = load(w.tile.s + n);
-    const Vec<T> ds = p * (load(w.dp + n) - load(shared_.delta + row + n % kWidth));
-    if (!masked) {
-      store(w.dp + n, ds);
-      continue;
-    }
-    Ints<T> keep = load_lanes<T>(lane_bits + n % kWidth);
-    if (cover == Cover::some) keep &= load_lanes<T>(w.tile.visible + n);
+void AttentionBackward<T>::compute_weights(const Scratch& w, Index row) const {
+  const T* lse2 = shared_.lse2 + row;
+  each_span<kVectors>(w.tile, [&](auto vectors, const Span& span) {
+    for (int k = span.key; k < span.key + span.keys; ++k)
+      for (int v = 0; v < vectors; ++v) {
+        const int lane = (span.vector + v) * kStep;
+        const Vec<T> x = load(w.tile.s + k * kWidth + lane) - load(lse2 + lane);
+        if (w.log2_p) store(w.log2_p + k * kWidth + lane, x);
+        store(w.tile.s + k * kWidth + lane, exp2<T>(x));
+      }
+  });
+}
+
+// ds = p (dp - delta), in place of dp; p and ds become 0 where masked or past the last row.
+template <class T>
+void AttentionBackward<T>::score_gradient(const Scratch& w, Index row, int rows) const {
+  alignas(kVectorBytes) LaneInt<T> real[kWidth];
+  for (int q = 0; q < kWidth; ++q) real[q] = q < rows ? -1 : 0;
+  const bool all = w.tile.cover == Cover::all, ragged = rows % kStep != 0;
+  each_vector<T, kWidth>(w.tile, [&](Index n, int lane) {
+    const Vec<T> p = load(w.tile.s + n), ds = p * (load(w.dp + n) - load(shared_.delta + row + lane));
+    if (all && !ragged) return store(w.dp + n, ds);
+    const Ints<T> keep = load_lanes<T>(real + lane) & (all ? ~Ints<T>{} : load_lanes<T>(w.tile.visible + n));
     store(w.dp + n, keep ? ds : Vec<T>{});
     store(w.tile.s + n, keep ? p : Vec<T>{});
-  }
+  });
+}
+
+// What the tile gives to the gradients of key, value and query.
+template <class T>
+void AttentionBackward<T>::add_tile(const Work& work, const Scratch& w, const Site<T>& site, const Panels& panel,
+                                    Index number) const {
+  const Index row = row_of(site.b, site.h, number);
+  // Masked places may hold anything: where a row of the tile is not finite, only visible pairs are multiplied.
+  const bool clean = w.tile.cover == Cover::all || (work.keys_finite && shared_.finite[row / kWidth]);
+  const LaneInt<T>* visible = clean ? nullptr : w.tile.visible;
+  const auto grad_rows = rows_of(shared_.do_rows, in_.grad_out, site.b, site.h, number, p_.value_width);
+  const auto query_rows = rows_of(shared_.q_rows, p_.q, site.b, site.h, number, p_.width);
+  each_span<kVectors>(w.tile, [&](auto vectors, const Span& span) {
+    if (w.dv) add_to_keys<vectors>(w.dv, w.tile.s, grad_rows, padded(p_.value_width), span, panel.count, visible);
+    if (w.dk) add_to_keys<vectors>(w.dk, w.dp, query_rows, padded(p_.width), span, panel.count, visible);
+    if (shared_.dq_t)
+      add_to_queries<vectors>(dq_panel(work.key_group, row), site.k + work.key * p_.k.row_stride, w.dp, span, visible);
+  });
 }
 
 // out[k][:] += sum_q a[k][q] b[q][:]
 template <class T>
-void AttentionBackward<T>::add_to_keys(T* out, const T* a, const PaddedRows<T>& b, Index width, int keys, int rows,
-                                       const LaneInt<T>* visible) const {
+template <int NV>
+void AttentionBackward<T>::add_to_keys(T* out, const T* a, const PaddedRows<T>& b, Index width, const Span& span,
+                                       int rows, const LaneInt<T>* visible) const {
+  const int first = span.vector * kStep, count = std::min(NV * kStep, rows - first);
+  const T* from = b.data + first * b.stride;
+  a += Index(span.key) * kWidth + first, out += span.key * width;
   if (visible) {
-    for (int k = 0; k < keys; ++k)
+    visible += Index(span.key) * kWidth + first;
+    for (int k = 0; k < span.keys; ++k)
       for (Index c = 0; c < width; c += kStep) {
         Vec<T> acc{};
-        for (int q = 0; q < rows; ++q)
-          if (visible[k * kWidth + q]) acc = fma(splat(a[k * kWidth + q]), load(b.data + q * b.stride + c), acc);
+        for (int q = 0; q < count; ++q)
+          if (visible[k * kWidth + q]) acc = fma(splat(a[k * kWidth + q]), load(from + q * b.stride + c), acc);
         store(out + k * width + c, load(out + k * width + c) + acc);
       }
     return;
   }
   each_row_tile<kVectors>(width / kStep, [&](auto vectors, Index column) {
-    each_row_tile<kRows>(keys, [&](auto tile_rows, Index k) {
+    each_row_tile<kRows>(span.keys, [&](auto tile_rows, Index k) {
       Accumulators<T, tile_rows, vectors> acc{};
-      multiply_rows<T, tile_rows, vectors>(acc, a + k * kWidth, kWidth, b.data + column * kStep, b.stride, rows);
+      multiply_rows<T, tile_rows, vectors>(acc, a + k * kWidth, kWidth, from + column * kStep, b.stride, count);
       each<T, tile_rows, vectors>(acc, [&](Vec<T>& x, int r, int n) {
         T* to = out + (k + r) * width + (column + n) * kStep;
         store(to, load(to) + x);
@@ -204,24 +222,27 @@ void AttentionBackward<T>::add_to_keys(T* out, const T* a, const PaddedRows<T>& 
 
 // dq[d][:] += sum_k k[k][d] ds[k][:]
 template <class T>
-void AttentionBackward<T>::add_to_queries(T* dq, const T* k, const T* ds, int keys, const LaneInt<T>* visible) const {
-  const Index stride = p_.k.row_stride;
+template <int NV>
+void AttentionBackward<T>::add_to_queries(T* dq, const T* k, const T* ds, const Span& span,
+                                          const LaneInt<T>* visible) const {
+  const Index stride = p_.k.row_stride, first = Index(span.key) * kWidth + span.vector * kStep;
+  k += span.key * stride, ds += first, dq += span.vector * kStep;
   if (visible) {
     for (Index d = 0; d < p_.width; ++d)
-      for (int q = 0; q < kWidth; q += kStep) {
+      for (int q = 0; q < NV * kStep; q += kStep) {
         Vec<T> acc{};
-        for (int n = 0; n < keys; ++n) {
+        for (int n = 0; n < span.keys; ++n) {
           const Vec<T> sum = fma(splat(k[n * stride + d]), load(ds + n * kWidth + q), acc);
-          acc = load_lanes<T>(visible + n * kWidth + q) ? sum : acc;
+          acc = load_lanes<T>(visible + first + n * kWidth + q) ? sum : acc;
         }
         store(dq + d * kWidth + q, load(dq + d * kWidth + q) + acc);
       }
     return;
   }
   each_row_tile<kRows>(p_.width, [&](auto rows, Index d) {
-    Accumulators<T, rows, kVectors> acc{};
-    multiply_columns<T, rows, kVectors>(acc, k + d, stride, ds, kWidth, keys);
-    each<T, rows, kVectors>(acc, [&](Vec<T>& x, int r, int n) {
+    Accumulators<T, rows, NV> acc{};
+    multiply_columns<T, rows, NV>(acc, k + d, stride, ds, kWidth, span.keys);
+    each<T, rows, NV>(acc, [&](Vec<T>& x, int r, int n) {
       T* to = dq + (d + r) * kWidth + n * kStep;
       store(to, load(to) + x);
     });
@@ -261,10 +282,10 @@ void AttentionBackward<T>::finish_panel(Index task) const {
     T* sum = dq_panel(0, row);
     for (Index g = 1; g < plan_.key_groups; ++g)
       for (Index n = 0; n < kWidth * p_.width; n += kStep) store(sum + n, load(sum + n) + load(dq_panel(g, row) + n));
-    for (Index q = 0; q < count; ++q) {
-      T* to = result_.grad_query.at(b, h) + (first + q) * result_.grad_query.row_stride;
-      for (Index d = 0; d < p_.width; ++d) to[d] = p_.scale * sum[d * kWidth + q];
-    }
+    T factors[kWidth];
+    std::fill_n(factors, kWidth, p_.scale);
+    const Matrices<T>& grad = result_.grad_query;
+    lanes_to_rows(grad.at(b, h) + first * grad.row_stride, grad.row_stride, sum, kWidth, factors, int(count), p_.width);
   }
   if (shared_.row_sums)
     for (Index q = 0; q < count; ++q) {

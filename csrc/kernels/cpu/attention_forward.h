@@ -45,8 +45,8 @@ class AttentionForward {
   static constexpr int kWidth = Panels::kWidth;
 
   struct Scratch {
-    T *q_t, *o_t, *m, *l, *alpha;
-    LaneInt<T>* keep;
+    T *q_t = nullptr, *o_t = nullptr, *m = nullptr, *l = nullptr, *alpha = nullptr;
+    LaneInt<T>* keep = nullptr;
     ScoreTile<T> tile;
 
     void take(Pieces& pieces, const Problem<T>& p) {
@@ -59,8 +59,8 @@ class AttentionForward {
   };
 
   void start(Scratch& w, const Site<T>& site, Panels& panel) const {
-    transpose_into(w.q_t, kWidth, site.q + panel.first * p_.q.row_stride, p_.q.row_stride, panel.count, p_.width,
-                   p_.query_factor());
+    rows_to_lanes(w.q_t, kWidth, site.q + panel.first * p_.q.row_stride, p_.q.row_stride, panel.count, p_.width,
+                  p_.query_factor());
     panel.q_t = w.q_t;
     std::fill_n(w.o_t, p_.value_width * kWidth, T(0));
     const T sink = p_.sinks ? p_.sinks[site.h] * kLog2e<T> : -kInfinity<T>;
@@ -68,81 +68,98 @@ class AttentionForward {
     std::fill_n(w.l, kWidth, T(sink != -kInfinity<T>));
   }
 
-  void step(const Scratch& w, const Site<T>& site, const Panels& panel, Index key) const {
+  void step(Scratch& w, const Site<T>& site, const Panels& panel, Index key) const {
     const int keys = int(std::min<Index>(kTileKeys, p_.keys - key));
-    const Cover cover = compute_scores<T, kRows>(w.tile, site, panel, key, keys);
-    if (cover == Cover::none) return;
+    if (compute_scores<T, kRows>(w.tile, site, panel, key, keys) == Cover::none) return;
     visited_tiles.fetch_add(1, std::memory_order_relaxed);
-    update_softmax(w, keys);
-    if (p_.dropout.on()) {
-      fill_kept(w.keep, site, panel, key, keys);
-      apply_kept<T, kWidth>(w.tile.s, w.keep, T(1), keys);
-    }
+    if (p_.dropout.on()) fill_kept(w.keep, site, panel, key, keys);
     const T* v = site.v + key * p_.v.row_stride;
-    if (cover == Cover::all || all_finite(v, p_.v.row_stride, keys, p_.value_width))
-      add_values(w, v, keys);
-    else
-      add_visible_values(w, v, keys);
-  }
-
-  // m' = max(m, s), alpha = 2^(m - m'), s := p = 2^(s - m'), l := alpha l + sum p
-  static void update_softmax(const Scratch& w, int keys) {
-    constexpr int kStep = kLanes<T>;
-    Vec<T> top[kVectors], base[kVectors], sum[kVectors]{};
-    for (int v = 0; v < kVectors; ++v) top[v] = load(w.m + v * kStep);
-    for (int k = 0; k < keys; ++k)
-      for (int v = 0; v < kVectors; ++v) top[v] = max(load(w.tile.s + k * kWidth + v * kStep), top[v]);
-    for (int v = 0; v < kVectors; ++v) {
-      base[v] = top[v] == splat(-kInfinity<T>) ? Vec<T>{} : top[v];  // nothing visible yet
-      store(w.alpha + v * kStep, exp2<T>(load(w.m + v * kStep) - base[v]));
-      store(w.m + v * kStep, top[v]);
-    }
-    for (int k = 0; k < keys; ++k)
-      for (int v = 0; v < kVectors; ++v) {
-        T* s = w.tile.s + k * kWidth + v * kStep;
-        const Vec<T> p = exp2<T>(load(s) - base[v]);
-        store(s, p);
-        sum[v] += p;
-      }
-    for (int v = 0; v < kVectors; ++v)
-      store(w.l + v * kStep, fma(load(w.alpha + v * kStep), load(w.l + v * kStep), sum[v]));
-  }
-
-  // o := alpha o + p v
-  void add_values(const Scratch& w, const T* v, int keys) const {
-    each_row_tile<kRows>(p_.value_width, [&](auto rows, Index d) {
-      Accumulators<T, rows, kVectors> acc;
-      T* o = w.o_t + d * kWidth;
-      each<T, rows, kVectors>(acc, [&](Vec<T>& x, int r, int n) {
-        x = load(w.alpha + n * kLanes<T>) * load(o + r * kWidth + n * kLanes<T>);
-      });
-      multiply_columns<T, rows, kVectors>(acc, v + d, p_.v.row_stride, w.tile.s, kWidth, keys);
-      each<T, rows, kVectors>(acc, [&](Vec<T>& x, int r, int n) { store(o + r * kWidth + n * kLanes<T>, x); });
+    const bool clean = w.tile.cover == Cover::all || all_finite(v, p_.v.row_stride, keys, p_.value_width);
+    each_span<kVectors>(w.tile, [&](auto vectors, const Span& span) {
+      const SpanOf<vectors> part(w, span);
+      part.update_softmax();
+      if (p_.dropout.on()) part.drop();
+      const T* rows = v + span.key * p_.v.row_stride;
+      clean ? part.add_values(rows, p_.v.row_stride, p_.value_width)
+            : part.add_visible_values(rows, p_.v.row_stride, p_.value_width);
     });
   }
 
-  // The same, to the bit, without touching the values that a lane does not see.
-  void add_visible_values(const Scratch& w, const T* v, int keys) const {
-    for (Index d = 0; d < p_.value_width; ++d)
-      for (int n = 0; n < kWidth; n += kLanes<T>) {
-        Vec<T> acc = load(w.alpha + n) * load(w.o_t + d * kWidth + n);
-        for (int k = 0; k < keys; ++k) {
-          const Vec<T> sum = fma(splat(v[k * p_.v.row_stride + d]), load(w.tile.s + k * kWidth + n), acc);
-          acc = load_lanes<T>(w.tile.visible + k * kWidth + n) ? sum : acc;
-        }
-        store(w.o_t + d * kWidth + n, acc);
+  // The softmax's step over one span, the span's place in every buffer.
+  template <int NV>
+  struct SpanOf {
+    T *s, *o_t, *m, *l, *alpha;
+    const LaneInt<T>*visible, *keep;
+    int keys;
+
+    SpanOf(const Scratch& w, const Span& span) : keys(span.keys) {
+      const Index lane = span.vector * kLanes<T>, first = Index(span.key) * kWidth + lane;
+      s = w.tile.s + first, o_t = w.o_t + lane, m = w.m + lane, l = w.l + lane, alpha = w.alpha + lane;
+      visible = w.tile.visible ? w.tile.visible + first : nullptr, keep = w.keep ? w.keep + first : nullptr;
+    }
+
+    // m' = max(m, s), alpha = 2^(m - m'), s := p = 2^(s - m'), l := alpha l + sum p
+    void update_softmax() const {
+      constexpr int kStep = kLanes<T>;
+      Vec<T> top[NV], base[NV], sum[NV]{};
+      for (int v = 0; v < NV; ++v) top[v] = load(m + v * kStep);
+      for (int k = 0; k < keys; ++k)
+        for (int v = 0; v < NV; ++v) top[v] = max(load(s + k * kWidth + v * kStep), top[v]);
+      for (int v = 0; v < NV; ++v) {
+        base[v] = top[v] == splat(-kInfinity<T>) ? Vec<T>{} : top[v];  // nothing visible yet
+        store(alpha + v * kStep, exp2<T>(load(m + v * kStep) - base[v]));
+        store(m + v * kStep, top[v]);
       }
-  }
+      for (int k = 0; k < keys; ++k)
+        for (int v = 0; v < NV; ++v) {
+          T* x = s + k * kWidth + v * kStep;
+          const Vec<T> p = exp2<T>(load(x) - base[v]);
+          store(x, p);
+          sum[v] += p;
+        }
+      for (int v = 0; v < NV; ++v) store(l + v * kStep, fma(load(alpha + v * kStep), load(l + v * kStep), sum[v]));
+    }
+
+    void drop() const {
+      for (int k = 0; k < keys; ++k)
+        for (int n = k * kWidth; n < k * kWidth + NV * kLanes<T>; n += kLanes<T>)
+          store(s + n, load_lanes<T>(keep + n) ? load(s + n) : Vec<T>{});
+    }
+
+    // o := alpha o + p v
+    void add_values(const T* v, Index stride, Index width) const {
+      each_row_tile<kRows>(width, [&](auto rows, Index d) {
+        Accumulators<T, rows, NV> acc;
+        T* o = o_t + d * kWidth;
+        each<T, rows, NV>(acc, [&](Vec<T>& x, int r, int n) {
+          x = load(alpha + n * kLanes<T>) * load(o + r * kWidth + n * kLanes<T>);
+        });
+        multiply_columns<T, rows, NV>(acc, v + d, stride, s, kWidth, keys);
+        each<T, rows, NV>(acc, [&](Vec<T>& x, int r, int n) { store(o + r * kWidth + n * kLanes<T>, x); });
+      });
+    }
+
+    // The same, to the bit, without touching the values that a lane does not see.
+    void add_visible_values(const T* v, Index stride, Index width) const {
+      for (Index d = 0; d < width; ++d)
+        for (int n = 0; n < NV * kLanes<T>; n += kLanes<T>) {
+          Vec<T> acc = load(alpha + n) * load(o_t + d * kWidth + n);
+          for (int k = 0; k < keys; ++k) {
+            const Vec<T> sum = fma(splat(v[k * stride + d]), load(s + k * kWidth + n), acc);
+            acc = load_lanes<T>(visible + k * kWidth + n) ? sum : acc;
+          }
+          store(o_t + d * kWidth + n, acc);
+        }
+    }
+  };
 
   void finish(const Scratch& w, const Site<T>& site, const Panels& panel) const {
     T* lse = result_.lse + (site.b * p_.heads + site.h) * p_.queries + panel.first;
     T* out = result_.out.at(site.b, site.h) + panel.first * result_.out.row_stride;
     const T kept = T(p_.dropout.on() ? p_.dropout.scale() : 1);
-    for (int q = 0; q < panel.count; ++q, out += result_.out.row_stride) {
-      const T l = w.l[q], factor = l == 0 ? 0 : kept / l;
-      lse[q] = l == 0 ? -kInfinity<T> : (w.m[q] + std::log2(l)) * kLn2<T>;
-      for (Index d = 0; d < p_.value_width; ++d) out[d] = w.o_t[d * kWidth + q] * factor;
-    }
+    for (int q = 0; q < panel.count; ++q) lse[q] = w.l[q] == 0 ? -kInfinity<T> : (w.m[q] + std::log2(w.l[q])) * kLn2<T>;
+    for (int q = 0; q < kWidth; ++q) w.alpha[q] = w.l[q] == 0 ? 0 : kept / w.l[q];
+    lanes_to_rows(out, result_.out.row_stride, w.o_t, kWidth, w.alpha, panel.count, p_.value_width);
   }
 
   const Problem<T>& p_;

@@ -19,10 +19,10 @@ class WeightTiles {
     tile_.take(pieces, p, kWidth, /*backward=*/false);
   }
 
-  const T* s() const { return tile_.s; }
+  const ScoreTile<T>& tile() const { return tile_; }
   void start(const Site<T>& site, Panels& panel) {
     const T* q = site.q + panel.first * p_.q.row_stride;
-    transpose_into(q_t_, kWidth, q, p_.q.row_stride, panel.count, p_.width, p_.query_factor());
+    rows_to_lanes(q_t_, kWidth, q, p_.q.row_stride, panel.count, p_.width, p_.query_factor());
     panel.q_t = q_t_;
     const T* lse = lse_ + (site.b * p_.heads + site.h) * p_.queries + panel.first;
     for (int lane = 0; lane < kWidth; ++lane)  // an empty row has no finite score either
@@ -32,8 +32,8 @@ class WeightTiles {
   bool step(const Site<T>& site, const Panels& panel, Index key, int keys) {
     if (compute_scores<T, kRows>(tile_, site, panel, key, keys) == Cover::none) return false;
     visited_tiles.fetch_add(1, std::memory_order_relaxed);
-    for (Index n = 0; n < Index(keys) * kWidth; n += kStep)
-      store(tile_.s + n, load(tile_.s + n) - load(lse2_ + n % kWidth));
+    each_vector<T, kWidth>(tile_,
+                           [&](Index n, int lane) { store(tile_.s + n, load(tile_.s + n) - load(lse2_ + lane)); });
     return true;
   }
 
@@ -69,7 +69,7 @@ class AttentionWeights {
       tiles.start(site, panel);
       for (Index key = 0; key < p_.keys; key += kTileKeys) {
         const int keys = int(std::min<Index>(kTileKeys, p_.keys - key));
-        if (tiles.step(site, panel, key, keys)) write(out + key, tiles.s(), panel.count, keys);
+        if (tiles.step(site, panel, key, keys)) write(out + key, tiles.tile(), panel.count);
       }
     }
   }
@@ -77,13 +77,14 @@ class AttentionWeights {
  private:
   using Tiles = WeightTiles<T>;
 
-  void write(T* out, const T* log2_w, int rows, int keys) const {
+  void write(T* out, const ScoreTile<T>& tile, int rows) const {
     const T factor = average_ ? T(1) / T(p_.heads) : T(1);
-    for (int k = 0; k < keys; ++k, log2_w += Tiles::kWidth) {
-      T w[Tiles::kWidth];
-      for (int n = 0; n < Tiles::kWidth; n += Tiles::kStep) store(w + n, exp2<T>(load(log2_w + n)) * splat(factor));
-      for (int q = 0; q < rows; ++q) out[q * p_.keys + k] += w[q];
-    }
+    each_vector<T, Tiles::kWidth>(tile, [&](Index n, int lane) {
+      T w[Tiles::kStep];
+      store(w, exp2<T>(load(tile.s + n)) * splat(factor));
+      T* to = out + n / Tiles::kWidth + lane * p_.keys;
+      for (int q = 0; q < std::min(Tiles::kStep, rows - lane); ++q) to[q * p_.keys] += w[q];
+    });
   }
 
   const Problem<T>& p_;
@@ -155,11 +156,12 @@ class AttentionSummaries {
     for (Index key = 0; key < p_.keys; key += kTileKeys) {
       const int keys = int(std::min<Index>(kTileKeys, p_.keys - key));
       if (!tiles.step(site, panel, key, keys)) continue;
-      for (int k = 0; k < keys; ++k) {
-        T w[kWidth];
-        add_key(rows, w, tiles.s() + k * kWidth, key + k);
-        for (int q = 0; q < panel.count; ++q) sums[key + k] += w[q];
-      }
+      each_vector<T, kWidth>(tiles.tile(), [&](Index n, int lane) {
+        const Index j = key + n / kWidth;
+        T w[kStep];
+        store(w, add_weights(rows, tiles.tile().s + n, lane / kStep, j));
+        for (int q = 0; q < std::min(kStep, panel.count - lane); ++q) sums[j] += w[q];
+      });
     }
     const Index first = (site.b * p_.heads + site.h) * p_.queries + panel.first;
     for (int q = 0; q < panel.count; ++q) {
@@ -169,15 +171,14 @@ class AttentionSummaries {
     }
   }
 
-  static void add_key(Rows& rows, T* w, const T* log2_w, Index key) {
-    for (int v = 0; v < kVectors; ++v) {
-      const Vec<T> x = load(log2_w + v * kStep), p = exp2<T>(x);
-      store(w + v * kStep, p);
-      rows.entropy[v] += x == splat(-kInfinity<T>) ? Vec<T>{} : p * x;
-      const Ints<T> better = ((p > rows.best[v]) | (p != p)) & (rows.best[v] == rows.best[v]);
-      rows.best[v] = better ? p : rows.best[v];
-      rows.place[v] = better ? LaneInt<T>(key) - Ints<T>{} : rows.place[v];
-    }
+  // Takes vector v of key j into the rows' summaries; gives its weights.
+  static Vec<T> add_weights(Rows& rows, const T* log2_w, int v, Index j) {
+    const Vec<T> x = load(log2_w), w = exp2<T>(x);
+    rows.entropy[v] += x == splat(-kInfinity<T>) ? Vec<T>{} : w * x;
+    const Ints<T> better = ((w > rows.best[v]) | (w != w)) & (rows.best[v] == rows.best[v]);
+    rows.best[v] = better ? w : rows.best[v];
+    rows.place[v] = better ? LaneInt<T>(j) - Ints<T>{} : rows.place[v];
+    return w;
   }
 
   const Problem<T>& p_;

@@ -2,6 +2,7 @@
 // share the bias, then writes them; a bias that broadcasts over rows or columns goes through partial sums.
 #pragma once
 #include "kernels/cpu/backward_plan.h"
+#include "kernels/cpu/score.h"
 
 namespace attention_ops {
 
@@ -17,13 +18,13 @@ class BackwardBias {
 
   void start(T* scratch) const { std::fill_n(scratch, scratch_size(), T(0)); }
 
-  // scratch += ds, [keys, Width] of panel `panel` of query head h
-  void add(T* scratch, const T* ds, Index h, Index panel, int keys) const {
+  // scratch += ds, [keys, Width] of panel `panel` of query head h, where the tile was computed
+  void add(T* scratch, const ScoreTile<T>& tile, const T* ds, Index h, Index panel) const {
     T* to = scratch + (slices() > 1 ? h % group_ : 0) * slice_size() + (sums_queries() ? 0 : panel * Width);
-    for (int k = 0; k < keys; ++k) {
-      T* row = to + (sums_keys() ? 0 : k * columns());
-      for (int q = 0; q < Width; q += kLanes<T>) store(row + q, load(row + q) + load(ds + k * Width + q));
-    }
+    each_vector<T, Width>(tile, [&](Index n, int lane) {
+      T* sum = to + (sums_keys() ? 0 : n / Width * columns()) + lane;
+      store(sum, load(sum) + load(ds + n));
+    });
   }
 
   // Writes what batch b and the heads from h on have gathered for keys key .. key + keys.
@@ -74,8 +75,15 @@ class BackwardBias {
 
   void write_block(const T* from, Index query_group, Index b, Index h, Index key, int keys) const {
     with_element(grad_.element, [&]<class E>(E*) {
-      for (Index i = first_row(query_group); i < first_row(query_group + 1); ++i)
-        for (int k = 0; k < keys; ++k) *at<E>(b, h, i, key + k) = convert<E>(from[k * columns() + i]);
+      const Index first = first_row(query_group), rows = first_row(query_group + 1) - first;
+      T ones[Width];
+      std::fill_n(ones, Width, T(1));
+      for (Index i = first; i < first + rows; i += Width)
+        lanes_to_rows(from + i, columns(), ones, int(std::min<Index>(Width, first + rows - i)), keys,
+                      [&](int r, Index k, Vec<T> x, int n) {
+                        E* to = at<E>(b, h, i + r, key + k);
+                        for (int c = 0; c < n; ++c) to[c * grad_.strides[3]] = convert<E>(x[c]);
+                      });
     });
   }
 

@@ -64,13 +64,26 @@ inline __attribute__((always_inline)) void each_row_tile(Index count, F&& f) {
     if (r < count) each_row_tile<Rows / 2>(count - r, [&](auto rows, Index first) { f(rows, r + first); });
 }
 
-// dst[c][r] = factor * src[r][c] for `rows` x `columns`; lanes of dst from `rows` to `width` become 0.
-template <class T>
-inline void transpose_into(T* dst, int width, const T* src, Index row_stride, int rows, Index columns, T factor) {
-  for (Index c = 0; c < columns; ++c, dst += width) {
-    for (int r = 0; r < rows; ++r) dst[r] = factor * src[r * row_stride + c];
-    for (int r = rows; r < width; ++r) dst[r] = 0;
+// Calls f(n as a constant), 1 <= n <= Most.
+template <int Most, class F>
+inline __attribute__((always_inline)) void with_count(int n, F&& f) {
+  if constexpr (Most > 1) {
+    if (n < Most) return with_count<Most - 1>(n, f);
   }
+  f(std::integral_constant<int, Most>());
+}
+
+// out[r][:] = start[r][:] + sum_n a[r][n] b[n][:] for NV vectors of columns; without `start` from zero.
+template <int R, int NV, class T>
+inline __attribute__((always_inline)) void multiply_rows_into(T* out, Index ldo, const T* start, const T* a, Index lda,
+                                                              const T* b, Index ldb, Index rows, Index count) {
+  each_row_tile<R>(rows, [&](auto tile_rows, Index r) {
+    Accumulators<T, tile_rows, NV> acc{};
+    if (start)
+      each<T, tile_rows, NV>(acc, [&](Vec<T>& x, int i, int v) { x = load(start + (r + i) * ldo + v * kLanes<T>); });
+    multiply_rows<T, tile_rows, NV>(acc, a + r * lda, lda, b, ldb, count);
+    each<T, tile_rows, NV>(acc, [&](Vec<T>& x, int i, int v) { store(out + (r + i) * ldo + v * kLanes<T>, x); });
+  });
 }
 
 }  // namespace attention_ops

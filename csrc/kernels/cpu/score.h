@@ -2,25 +2,76 @@
 #pragma once
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/problem.h"
+#include "kernels/cpu/rows.h"
 
 namespace attention_ops {
 
-// Buffers of a tile, [kTileKeys, panel width] each.
+// The part of a tile that work is done on: some keys, and the vectors of queries that see any of them.
+struct Span {
+  int key, keys, vector, vectors;
+};
+
+constexpr int kSpanKeys = 16;  // the finest step of a span
+
+// Buffers of a tile, [kTileKeys, panel width] each, and what is known of it.
 template <class T>
 struct ScoreTile {
   T* s = nullptr;
   T* bias = nullptr;              // where the problem has one
   T* slope = nullptr;             // d softcap(x) / dx, for backward passes of problems with a softcap
-  LaneInt<T>* visible = nullptr;  // valid where the tile's cover is `some`
+  LaneInt<T>* visible = nullptr;  // valid within the spans where the tile's cover is `some`
+  LaneInt<T>* spare = nullptr;
+  Cover cover = Cover::none;
+  int number_of_spans = 0;
+  Span spans[kTileKeys / kSpanKeys];
 
   void take(Pieces& pieces, const Problem<T>& p, int width, bool backward) {
     const Index size = Index(kTileKeys) * width;
+    const int operands = p.mask.spec->depth();
     pieces(s, size);
-    pieces(visible, size);
+    if (operands > 0 || p.bias.defined()) pieces(visible, size);
+    if (operands > 1) pieces(spare, size * (operands - 1));
     if (p.bias.defined()) pieces(bias, size);
     if (backward && p.softcap > 0) pieces(slope, size);
   }
 };
+
+// Calls f(vectors, span) for each span, the number of vectors a constant.
+template <int NV, class T, class F>
+void each_span(const ScoreTile<T>& tile, F&& f) {
+  for (int n = 0; n < tile.number_of_spans; ++n)
+    with_count<NV>(tile.spans[n].vectors, [&](auto vectors) { f(vectors, tile.spans[n]); });
+}
+
+// Calls f(offset of the element, lane) for each vector of each span.
+template <class T, int Width, class F>
+inline __attribute__((always_inline)) void each_vector(const ScoreTile<T>& tile, F&& f) {
+  for (int n = 0; n < tile.number_of_spans; ++n) {
+    const Span& span = tile.spans[n];
+    for (int k = span.key; k < span.key + span.keys; ++k)
+      for (int v = span.vector; v < span.vector + span.vectors; ++v) f(Index(k) * Width + v * kLanes<T>, v * kLanes<T>);
+  }
+}
+
+// n elements, `stride` apart, in lanes.
+template <class T, class E>
+Vec<T> read_elements(const E* from, Index stride, int n) {
+  if constexpr (std::is_same_v<T, E>)
+    if (stride == 1 && n == kLanes<T>) return load(from);
+  T lanes[kLanes<T>]{};
+  if (stride == 1 && n == kLanes<T>)  // a loop of fixed length vectorises
+    for (int i = 0; i < kLanes<T>; ++i) lanes[i] = convert<T>(from[i]);
+  else
+    for (int i = 0; i < n; ++i) lanes[i] = convert<T>(from[i * stride]);
+  return load(lanes);
+}
+
+// To log2 units; finite numbers stay finite, so that minus infinity alone means masked.
+template <class T>
+Vec<T> scaled_bias(Vec<T> x) {
+  const Vec<T> scaled = max(x * splat(kLog2e<T>), splat(std::numeric_limits<T>::lowest()));
+  return x == splat(-kInfinity<T>) ? x : x != x ? x : scaled;
+}
 
 template <class T, int Width>
 void load_bias(T* out, const Site<T>& site, Index row, int rows, Index key, int keys) {
@@ -28,69 +79,115 @@ void load_bias(T* out, const Site<T>& site, Index row, int rows, Index key, int 
   with_element(bias.element, [&]<class E>(E*) {
     const E* data = static_cast<const E*>(bias.data) + site.b * bias.strides[0] + site.h * bias.strides[1] +
                     row * bias.strides[2] + key * bias.strides[3];
-    for (int q = 0; q < Width; ++q) {
-      const E* line = data + std::min(q, rows - 1) * bias.strides[2];
-      for (int k = 0; k < keys; ++k) out[k * Width + q] = convert<T>(line[k * bias.strides[3]]) * kLog2e<T>;
-    }
+    transpose_to_lanes(out, Width, Width, keys, [&](int q, Index k, int n) {
+      const E* from = data + std::min(q, rows - 1) * bias.strides[2] + k * bias.strides[3];
+      return scaled_bias<T>(read_elements<T>(from, bias.strides[3], n));
+    });
   });
 }
 
-// A bias of minus infinity hides its place; the cover and the lanes learn of it.
+// A bias of minus infinity hides its place.
 template <class T, int Width>
-Cover hide_infinite_bias(const T* bias, LaneInt<T>* visible, Cover cover, int keys) {
+void hide_infinite_bias(ScoreTile<T>& tile, int keys) {
   Ints<T> infinite{};
-  for (Index n = 0; n < Index(keys) * Width; n += kLanes<T>) infinite |= load(bias + n) == splat(-kInfinity<T>);
-  if (!any(infinite)) return cover;
-  Ints<T> some{};
-  for (Index n = 0; n < Index(keys) * Width; n += kLanes<T>) {
-    const Ints<T> before = cover == Cover::all ? ~Ints<T>{} : load_lanes<T>(visible + n);
-    const Ints<T> after = before & ~(load(bias + n) == splat(-kInfinity<T>));
-    std::memcpy(visible + n, &after, sizeof after);
-    some |= after;
+  for (Index n = 0; n < Index(keys) * Width; n += kLanes<T>) infinite |= load(tile.bias + n) == splat(-kInfinity<T>);
+  if (!any(infinite)) return;
+  if (tile.cover == Cover::all) std::fill_n(tile.visible, Index(keys) * Width, LaneInt<T>(-1));
+  tile.cover = Cover::some;
+  for (Index n = 0; n < Index(keys) * Width; n += kLanes<T>)
+    store_lanes<T>(tile.visible + n, load_lanes<T>(tile.visible + n) & ~(load(tile.bias + n) == splat(-kInfinity<T>)));
+}
+
+// Which vectors of queries see any of some keys, as the first and the number; all if every lane sees all.
+template <class T>
+struct LiveVectors {
+  int first, count;
+  bool all;
+};
+
+template <class T, int Width>
+LiveVectors<T> live_vectors(const LaneInt<T>* visible, int keys, int vectors) {
+  LiveVectors<T> live{vectors, 0, true};
+  int last = -1;
+  for (int v = 0; v < vectors; ++v) {
+    Ints<T> some{}, every = ~Ints<T>{};
+    for (int k = 0; k < keys; ++k) {
+      const Ints<T> lanes = load_lanes<T>(visible + k * Width + v * kLanes<T>);
+      some |= lanes, every &= lanes;
+    }
+    live.all = live.all && !any(~every);
+    if (any(some)) live.first = std::min(live.first, v), last = v;
   }
-  return any(some) ? Cover::some : Cover::none;
+  live.count = std::max(last - live.first + 1, 0);
+  return live;
+}
+
+// Cuts a partly visible tile into spans.
+template <class T, int Width>
+void find_spans(ScoreTile<T>& tile, int keys, int vectors) {
+  tile.number_of_spans = 0;
+  bool all = true;
+  for (int key = 0; key < keys; key += kSpanKeys) {
+    const int count = std::min(kSpanKeys, keys - key);
+    const auto live = live_vectors<T, Width>(tile.visible + Index(key) * Width, count, vectors);
+    all = all && live.all;
+    if (live.count == 0) continue;
+    Span* last = tile.number_of_spans ? &tile.spans[tile.number_of_spans - 1] : nullptr;
+    if (last && last->key + last->keys == key && last->vector == live.first && last->vectors == live.count)
+      last->keys += count;
+    else
+      tile.spans[tile.number_of_spans++] = {key, count, live.first, live.count};
+  }
+  tile.cover = tile.number_of_spans == 0 ? Cover::none : all ? Cover::all : Cover::some;
 }
 
 template <class T, int NV>
-Cover find_cover(const ScoreTile<T>& tile, const Site<T>& site, const Panel<T, NV>& panel, Index key, int keys) {
+void find_cover(ScoreTile<T>& tile, const Site<T>& site, const Panel<T, NV>& panel, Index key, int keys) {
   constexpr int kWidth = Panel<T, NV>::kWidth;
-  Cover cover = site.mask.cover(panel.tile(key, keys));
-  if (cover == Cover::some) cover = site.mask.template fill<kWidth>(panel.tile(key, keys), tile.visible);
-  if (cover == Cover::none || !site.of.bias.defined()) return cover;
-  load_bias<T, kWidth>(tile.bias, site, panel.first, panel.count, key, keys);
-  return hide_infinite_bias<T, kWidth>(tile.bias, tile.visible, cover, keys);
+  const int vectors = (panel.count + kLanes<T> - 1) / kLanes<T>;
+  const Tile shape = panel.tile(key, keys);
+  tile.cover = site.mask.cover(shape);
+  if (tile.cover == Cover::some)
+    site.mask.template fill<kWidth>(shape, tile.visible, tile.spare, Index(kTileKeys) * kWidth);
+  if (tile.cover != Cover::none && site.of.bias.defined()) {
+    load_bias<T, kWidth>(tile.bias, site, panel.first, panel.count, key, keys);
+    hide_infinite_bias<T, kWidth>(tile, keys);
+  }
+  tile.number_of_spans = 1;
+  tile.spans[0] = {0, keys, 0, vectors};
+  if (tile.cover == Cover::some) find_spans<T, kWidth>(tile, keys, vectors);
 }
 
 template <class T, int Width>
-void apply_softcap(const ScoreTile<T>& tile, const Problem<T>& p, int keys) {
+void apply_softcap(const ScoreTile<T>& tile, const Problem<T>& p) {
   const Vec<T> unit = splat(p.softcap * kLog2e<T>);
-  for (Index n = 0; n < Index(keys) * Width; n += kLanes<T>) {
+  each_vector<T, Width>(tile, [&](Index n, int) {
     const Vec<T> t = tanh<T>(load(tile.s + n));
     store(tile.s + n, p.bias.defined() ? fma(t, unit, load(tile.bias + n)) : t * unit);
     if (tile.slope) store(tile.slope + n, splat(T(1)) - t * t);
-  }
+  });
 }
 
-// False for a tile without a visible element, which is then left alone.
+// Fills the tile; its cover is `none`, and nothing is computed, where it has no visible element.
 template <class T, int R, int NV>
-Cover compute_scores(const ScoreTile<T>& tile, const Site<T>& site, const Panel<T, NV>& panel, Index key, int keys) {
+Cover compute_scores(ScoreTile<T>& tile, const Site<T>& site, const Panel<T, NV>& panel, Index key, int keys) {
   constexpr int kWidth = Panel<T, NV>::kWidth;
   const Problem<T>& p = site.of;
-  const Cover cover = find_cover(tile, site, panel, key, keys);
-  if (cover == Cover::none) return cover;
-  const bool starts_at_bias = p.bias.defined() && p.softcap == 0;
-  each_row_tile<R>(keys, [&](auto rows, Index r) {
-    Accumulators<T, rows, NV> acc{};
-    if (starts_at_bias)
-      each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) { x = load(tile.bias + (r + i) * kWidth + v * kLanes<T>); });
-    multiply_rows<T, rows, NV>(acc, site.k + (key + r) * p.k.row_stride, p.k.row_stride, panel.q_t, kWidth, p.width);
-    each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) { store(tile.s + (r + i) * kWidth + v * kLanes<T>, x); });
+  find_cover(tile, site, panel, key, keys);
+  if (tile.cover == Cover::none) return tile.cover;
+  const T* start = p.bias.defined() && p.softcap == 0 ? tile.bias : nullptr;
+  each_span<NV>(tile, [&](auto vectors, const Span& span) {
+    const Index first = Index(span.key) * kWidth + span.vector * kLanes<T>;
+    multiply_rows_into<R, vectors>(tile.s + first, kWidth, start ? start + first : nullptr,
+                                   site.k + (key + span.key) * p.k.row_stride, p.k.row_stride,
+                                   panel.q_t + span.vector * kLanes<T>, kWidth, span.keys, p.width);
   });
-  if (p.softcap > 0) apply_softcap<T, kWidth>(tile, p, keys);
-  if (cover == Cover::some)
-    for (Index n = 0; n < Index(keys) * kWidth; n += kLanes<T>)
+  if (p.softcap > 0) apply_softcap<T, kWidth>(tile, p);
+  if (tile.cover == Cover::some)
+    each_vector<T, kWidth>(tile, [&](Index n, int) {
       store(tile.s + n, load_lanes<T>(tile.visible + n) ? load(tile.s + n) : splat(-kInfinity<T>));
-  return cover;
+    });
+  return tile.cover;
 }
 
 // keep[key][lane] = -1 where dropout keeps the element, else 0.
@@ -114,18 +211,9 @@ void fill_kept(LaneInt<T>* keep, const Site<T>& site, const Panel<T, NV>& panel,
 
 // x = keep ? factor * x : 0
 template <class T, int Width>
-void apply_kept(T* x, const LaneInt<T>* keep, T factor, int keys) {
-  for (Index n = 0; n < Index(keys) * Width; n += kLanes<T>)
-    store(x + n, load_lanes<T>(keep + n) ? splat(factor) * load(x + n) : Vec<T>{});
-}
-
-// Whether no element of `rows` rows is infinite or NaN. Masked places may hold anything, and 0 times it is NaN.
-template <class T>
-bool all_finite(const T* x, Index row_stride, Index rows, Index width) {
-  T sum = 0;
-  for (Index r = 0; r < rows; ++r)
-    for (Index c = 0; c < width; ++c) sum += x[r * row_stride + c] * 0;
-  return sum == 0;
+void apply_kept(T* x, const ScoreTile<T>& tile, const LaneInt<T>* keep, T factor) {
+  each_vector<T, Width>(
+      tile, [&](Index n, int) { store(x + n, load_lanes<T>(keep + n) ? splat(factor) * load(x + n) : Vec<T>{}); });
 }
 
 }  // namespace attention_ops

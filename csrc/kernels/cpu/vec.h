@@ -59,6 +59,10 @@ inline Ints<T> load_lanes(const LaneInt<T>* p) {
   return x;
 }
 template <class T>
+inline void store_lanes(LaneInt<T>* p, Ints<T> x) {
+  std::memcpy(p, &x, sizeof x);
+}
+template <class T>
 inline Vec<T> splat(T x) {
   return x - Vec<T>{};
 }
@@ -82,6 +86,45 @@ template <class T>
 inline Vec<T> scale_exponent(Vec<T> mantissa, Vec<T> shifted) {
   constexpr int kFraction = std::numeric_limits<T>::digits - 1;
   return std::bit_cast<Vec<T>>(std::bit_cast<Ints<T>>(mantissa) + (std::bit_cast<Ints<T>>(shifted) << kFraction));
+}
+
+// Only the first n elements are read or written; the other lanes are zero.
+template <class T>
+inline Vec<T> load_part(const T* p, int n) {
+  T lanes[kLanes<T>]{};
+  for (int i = 0; i < n; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+template <class T>
+inline void store_part(T* p, std::type_identity_t<Vec<T>> x, int n) {
+  for (int i = 0; i < n; ++i) p[i] = x[i];
+}
+
+template <class T>
+inline T sum_lanes(Vec<T> x) {
+  T sum = 0;
+  for (int i = 0; i < kLanes<T>; ++i) sum += x[i];
+  return sum;
+}
+
+// rows[r][c] becomes rows[c][r], in log2(lanes) rounds of exchanges.
+template <class T, int Step = 1>
+inline __attribute__((always_inline)) void transpose(Vec<T> (&rows)[kLanes<T>]) {
+  if constexpr (Step < kLanes<T>) {
+    Ints<T> low, high;
+    for (int i = 0; i < kLanes<T>; ++i) {
+      low[i] = i & Step ? kLanes<T> + (i ^ Step) : i;
+      high[i] = i & Step ? kLanes<T> + i : i ^ Step;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes<T>; ++r) {
+      if (r & Step) continue;
+      const Vec<T> a = rows[r], b = rows[r | Step];
+      rows[r] = __builtin_shuffle(a, b, low);
+      rows[r | Step] = __builtin_shuffle(a, b, high);
+    }
+    transpose<T, Step * 2>(rows);
+  }
 }
 
 inline bool any(Ints<float> x) {

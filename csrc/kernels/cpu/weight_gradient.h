@@ -13,6 +13,7 @@ struct GradientTile {
   Index v_stride;
   const T* do_t;    // [Dv, Width]
   const T* log2_p;  // [keys, Width], where the source asks for it
+  const ScoreTile<T>& scores;
 };
 
 template <class T, int Width>
@@ -33,10 +34,11 @@ class ValueGradient final : public WeightGradient<T, NV * kLanes<T>> {
   explicit ValueGradient(Index value_width) : value_width_(value_width) {}
   bool has_values() const override { return true; }
   void fill(T* dp, const GradientTile<T, kWidth>& t) const override {
-    each_row_tile<R>(t.keys, [&](auto rows, Index r) {
-      Accumulators<T, rows, NV> acc{};
-      multiply_rows<T, rows, NV>(acc, t.v + r * t.v_stride, t.v_stride, t.do_t, kWidth, value_width_);
-      each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int n) { store(dp + (r + i) * kWidth + n * kLanes<T>, x); });
+    each_span<NV>(t.scores, [&](auto vectors, const Span& span) {
+      const Index lane = span.vector * kLanes<T>;
+      multiply_rows_into<R, vectors>(dp + span.key * kWidth + lane, kWidth, static_cast<const T*>(nullptr),
+                                     t.v + span.key * t.v_stride, t.v_stride, t.do_t + lane, kWidth, span.keys,
+                                     value_width_);
     });
   }
 

@@ -68,46 +68,11 @@ class Mask {
 
   Cover cover(const Tile& tile) const {
     if (program_->empty()) return Cover::all;
-    return combine<Cover>([&](int leaf) { return leaf_cover(leaf, tile); });
-  }
-
-  // out[key][lane] = -1 where visible, else 0, for `Width` lanes; lanes past the tile's queries repeat the last one.
-  template <int Width, class Int>
-  Cover fill(const Tile& tile, Int* out) const {
-    std::array<Cover, kMaxMaskLeaves> covers;
-    for (size_t n = 0; n < kinds_.size(); ++n) covers[n] = leaf_cover(n, tile);
-    Int any = 0, all = -1;
-    for (int k = 0; k < tile.keys(); ++k, out += Width) {
-      const Lanes<Width, Int> row = combine<Lanes<Width, Int>>(
-          [&](int leaf) { return leaf_lanes<Width, Int>(leaf, covers[leaf], tile, tile.first_key + k); });
-      for (int q = 0; q < Width; ++q) out[q] = row.bits[q];
-      for (int q = 0; q < Width; ++q) any |= row.bits[q], all &= row.bits[q];
-    }
-    return cover_of(any, all);
-  }
-
- private:
-  template <int Width, class Int>
-  struct Lanes {
-    Int bits[Width];
-
-    friend Lanes operator&(Lanes a, const Lanes& b) {
-      for (int q = 0; q < Width; ++q) a.bits[q] &= b.bits[q];
-      return a;
-    }
-    friend Lanes operator|(Lanes a, const Lanes& b) {
-      for (int q = 0; q < Width; ++q) a.bits[q] |= b.bits[q];
-      return a;
-    }
-  };
-
-  template <class Value, class Leaf>
-  Value combine(Leaf&& leaf) const {
-    std::array<Value, kMaxMaskLeaves> stack;
+    std::array<Cover, kMaxMaskLeaves> stack;
     int top = 0;
     for (const int step : *program_) {
       if (step >= 0) {
-        stack[top++] = leaf(step);
+        stack[top++] = leaf_cover(step, tile);
         continue;
       }
       --top;
@@ -116,23 +81,46 @@ class Mask {
     return stack[0];
   }
 
+  // out[key][lane] = -1 where visible, else 0, for `Width` lanes; lanes past the tile's queries repeat the last one.
+  // `spare` holds operands that wait, `spare_step` apart.
+  template <int Width, class Int>
+  void fill(const Tile& tile, Int* out, Int* spare, int64_t spare_step) const {
+    const auto operand = [&](int n) { return n == 0 ? out : spare + (n - 1) * spare_step; };
+    int top = 0;
+    for (const int step : *program_) {
+      if (step >= 0) {
+        fill_leaf<Width>(step, tile, operand(top++));
+        continue;
+      }
+      --top;
+      Int *a = operand(top - 1), *b = operand(top);
+      const int64_t size = int64_t(tile.keys()) * Width;
+      if (step == MaskSpec::kAnd)
+        for (int64_t n = 0; n < size; ++n) a[n] &= b[n];
+      else
+        for (int64_t n = 0; n < size; ++n) a[n] |= b[n];
+    }
+  }
+
+ private:
   Cover leaf_cover(int leaf, const Tile& tile) const {
     return std::visit([&](const auto& kind) { return kind.cover(tile); }, kinds_[leaf]);
   }
 
   template <int Width, class Int>
-  Lanes<Width, Int> leaf_lanes(int leaf, Cover cover, const Tile& tile, int32_t j) const {
-    Lanes<Width, Int> lanes;
-    if (cover != Cover::some) {
-      for (int q = 0; q < Width; ++q) lanes.bits[q] = cover == Cover::all ? -1 : 0;
-      return lanes;
-    }
+  void fill_leaf(int leaf, const Tile& tile, Int* out) const {
     std::visit(
-        [&](const auto& kind) {
-          for (int q = 0; q < Width; ++q) lanes.bits[q] = -Int(kind.visible(tile.rows[q], j));
+        [&](auto kind) {  // a copy: its members then stay in registers
+          if (const Cover cover = kind.cover(tile); cover != Cover::some) {
+            std::fill_n(out, int64_t(tile.keys()) * Width, cover == Cover::all ? Int(-1) : Int(0));
+            return;
+          }
+          int32_t rows[Width];
+          std::copy_n(tile.rows, Width, rows);
+          for (int32_t j = tile.first_key; j <= tile.last_key; ++j, out += Width)
+            for (int q = 0; q < Width; ++q) out[q] = -Int(kind.visible(rows[q], j));
         },
         kinds_[leaf]);
-    return lanes;
   }
 
   const std::vector<int>* program_;

@@ -1,5 +1,6 @@
 // What a mask is made of: the facts of a kind, a parsed expression, and the parser's result type. Torch-free.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string_view>
@@ -43,6 +44,12 @@ struct MaskSpec {
   std::vector<int> program = {};
 
   bool empty() const { return program.empty(); }
+  // The most operands that wait at once.
+  int depth() const {
+    int now = 0, most = 0;
+    for (const int step : program) most = std::max(most, now += step >= 0 ? 1 : -1);
+    return most;
+  }
 };
 
 }  // namespace attention_ops

@@ -1,0 +1,80 @@
+// Between rows, as tensors hold them, and lanes, as kernels do; and what is asked of rows alone.
+#pragma once
+#include <algorithm>
+
+#include "kernels/cpu/vec.h"
+#include "kernels/view.h"
+
+namespace attention_ops {
+
+// dst[c][r] = read(r, c, n)[c], with read giving n <= lanes elements of row r from column c on; dst has `width` lanes,
+// a multiple of a vector, and rows past `rows` read as zero.
+template <class T, class Read>
+inline void transpose_to_lanes(T* dst, int width, int rows, Index columns, Read&& read) {
+  constexpr int kStep = kLanes<T>;
+  for (int r = 0; r < width; r += kStep)
+    for (Index c = 0; c < columns; c += kStep) {
+      const int count = int(std::min<Index>(kStep, columns - c));
+      Vec<T> block[kStep];
+      for (int i = 0; i < kStep; ++i) block[i] = r + i < rows ? read(r + i, c, count) : Vec<T>{};
+      transpose<T>(block);
+      for (int i = 0; i < count; ++i) store(dst + (c + i) * width + r, block[i]);
+    }
+}
+
+// dst[c][r] = factor * src[r][c]
+template <class T>
+inline void rows_to_lanes(T* dst, int width, const T* src, Index stride, int rows, Index columns, T factor) {
+  transpose_to_lanes(dst, width, rows, columns, [&](int r, Index c, int n) {
+    const T* from = src + r * stride + c;
+    return splat(factor) * (n == kLanes<T> ? load(from) : load_part(from, n));
+  });
+}
+
+// Calls write(r, c, vector, n): the vector holds columns c .. c + n of row r, of src[c][r] * factors[r].
+template <class T, class Write>
+inline void lanes_to_rows(const T* src, Index width, const T* factors, int rows, Index columns, Write&& write) {
+  constexpr int kStep = kLanes<T>;
+  for (int r = 0; r < rows; r += kStep) {
+    const Vec<T> factor = load(factors + r);
+    for (Index c = 0; c < columns; c += kStep) {
+      const int count = int(std::min<Index>(kStep, columns - c));
+      Vec<T> block[kStep];
+      for (int i = 0; i < kStep; ++i) block[i] = i < count ? factor * load(src + (c + i) * width + r) : Vec<T>{};
+      transpose<T>(block);
+      for (int i = 0; i < std::min(kStep, rows - r); ++i) write(r + i, c, block[i], count);
+    }
+  }
+}
+
+// dst[r][c] = src[c][r] * factors[r]
+template <class T>
+inline void lanes_to_rows(T* dst, Index stride, const T* src, Index width, const T* factors, int rows, Index columns) {
+  lanes_to_rows(src, width, factors, rows, columns, [&](int r, Index c, Vec<T> x, int n) {
+    T* to = dst + r * stride + c;
+    n == kLanes<T> ? store(to, x) : store_part(to, x, n);
+  });
+}
+
+template <class T>
+inline T dot(const T* a, const T* b, Index count) {
+  Vec<T> sum{};
+  Index n = 0;
+  for (; n + kLanes<T> <= count; n += kLanes<T>) sum = fma(load(a + n), load(b + n), sum);
+  if (n < count) sum = fma(load_part(a + n, int(count - n)), load_part(b + n, int(count - n)), sum);
+  return sum_lanes<T>(sum);
+}
+
+// Whether no element is infinite or NaN. Masked places may hold anything, and 0 times it is NaN.
+template <class T>
+inline bool all_finite(const T* x, Index stride, Index rows, Index columns) {
+  Vec<T> sum{};
+  for (Index r = 0; r < rows; ++r) {
+    Index c = 0;
+    for (; c + kLanes<T> <= columns; c += kLanes<T>) sum = fma(load(x + r * stride + c), Vec<T>{}, sum);
+    if (c < columns) sum = fma(load_part(x + r * stride + c, int(columns - c)), Vec<T>{}, sum);
+  }
+  return sum_lanes<T>(sum) == 0;
+}
+
+}  // namespace attention_ops
