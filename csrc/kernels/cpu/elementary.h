@@ -30,37 +30,35 @@ struct Exp2Constants<float> {
   static constexpr std::array<float, 5> fast = {1.327647217e-3f, 9.675541331e-3f, 5.550713273e-2f, 2.402211972e-1f,
                                                 6.931469671e-1f};
   static constexpr std::array<float, 7> exact = exp2_series<float, 7>();
-  static constexpr float one = 1.000000072f, shifter = 0x1.8p23f, low = -126, high = 127;
+  static constexpr float one = 1.000000072f, shifter = 0x1.8p23f, low = -126;
 };
 
 template <>
 struct Exp2Constants<double> {
   static constexpr std::array<double, 13> exact = exp2_series<double, 13>(), fast = exact;
-  static constexpr double one = 1, shifter = 0x1.8p52, low = -1022, high = 1023;
+  static constexpr double one = 1, shifter = 0x1.8p52, low = -1022;
 };
 
-// 2^x = fraction * 2^n; `shifted` is n plus the shifter, whose addition rounds.
+// 2^x = fraction * 2^n; adding the shifter rounds x to n.
 template <class T>
 struct Exp2Parts {
-  Vec<T> shifted, below_one;  // below_one = fraction - 1
+  Vec<T> n, shifted, below_one;  // below_one = fraction - 1
 };
 
 template <class T, size_t N>
 inline Exp2Parts<T> split_exp2(Vec<T> x, const std::array<T, N>& polynomial) {
-  const Vec<T> shifter = splat(Exp2Constants<T>::shifter), shifted = x + shifter, f = x - (shifted - shifter);
+  const Vec<T> shifter = splat(Exp2Constants<T>::shifter), shifted = x + shifter, n = shifted - shifter, f = x - n;
   Vec<T> r = splat(polynomial[0]);
-  for (size_t n = 1; n < N; ++n) r = fma(r, f, splat(polynomial[n]));
-  return {shifted, r * f};
+  for (size_t k = 1; k < N; ++k) r = fma(r, f, splat(polynomial[k]));
+  return {n, shifted, r * f};
 }
 
-// 0 below the smallest normal number, NaN through, saturated at the top.
+// 0 below the smallest normal number, NaN through.
 template <class T>
 inline Vec<T> exp2(Vec<T> x) {
   using C = Exp2Constants<T>;
-  const Vec<T> low = max(splat(C::low), x), safe = low > splat(C::high) ? splat(C::high) : low;
-  const Exp2Parts<T> parts = split_exp2<T>(safe, C::fast);
-  const Vec<T> y = scale_exponent<T>(parts.below_one + splat(C::one), parts.shifted);
-  return x < splat(C::low) ? Vec<T>{} : y;
+  const Exp2Parts<T> parts = split_exp2<T>(x, C::fast);
+  return scale_by_power<T>(parts.below_one + splat(C::one), parts.n, parts.shifted, x, C::low);
 }
 
 // tanh(x) = e / (e + 2) with e = exp(2x) - 1, which keeps small x exact.
@@ -68,8 +66,9 @@ template <class T>
 inline Vec<T> tanh(Vec<T> x) {
   constexpr T limit = sizeof(T) == 4 ? 10 : 20;
   const Vec<T> low = max(splat(-limit), x), safe = low > splat(limit) ? splat(limit) : low;
-  const Exp2Parts<T> parts = split_exp2<T>(safe * splat(2 * kLog2e<T>), Exp2Constants<T>::exact);
-  const Vec<T> power = scale_exponent<T>(splat(T(1)), parts.shifted);
+  const Vec<T> y = safe * splat(2 * kLog2e<T>);
+  const Exp2Parts<T> parts = split_exp2<T>(y, Exp2Constants<T>::exact);
+  const Vec<T> power = scale_by_power<T>(splat(T(1)), parts.n, parts.shifted, y, Exp2Constants<T>::low);
   const Vec<T> e = fma(power, parts.below_one, power - splat(T(1)));
   return e / (e + splat(T(2)));
 }

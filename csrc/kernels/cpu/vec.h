@@ -81,11 +81,16 @@ inline V max(V a, V b) {
   return a > b ? a : b;
 }
 
-// mantissa * 2^n for whole n within the normal exponents; `shifted` is n plus the shifter of exp2.
+// mantissa * 2^n for whole n, and 0 where x < low. NaN goes through whatever its bits; beyond the range of normal
+// numbers the power saturates. `shifted` is n plus 1.5 * 2^(bits of the fraction): n stands in its lowest bits.
 template <class T>
-inline Vec<T> scale_exponent(Vec<T> mantissa, Vec<T> shifted) {
+inline Vec<T> scale_by_power(Vec<T> mantissa, Vec<T>, Vec<T> shifted, Vec<T> x, T low) {
   constexpr int kFraction = std::numeric_limits<T>::digits - 1;
-  return std::bit_cast<Vec<T>>(std::bit_cast<Ints<T>>(mantissa) + (std::bit_cast<Ints<T>>(shifted) << kFraction));
+  const Ints<T> one = std::bit_cast<Ints<T>>(splat(T(1)));
+  const Vec<T> top = splat(T(std::numeric_limits<T>::max_exponent - 1));
+  const Vec<T> power = std::bit_cast<Vec<T>>((std::bit_cast<Ints<T>>(shifted) << kFraction) + one);
+  const Vec<T> y = mantissa * (x > top ? splat(std::numeric_limits<T>::max()) : power);
+  return x < splat(low) ? Vec<T>{} : y;
 }
 
 // Only the first n elements are read or written; the other lanes are zero.
@@ -144,6 +149,14 @@ inline Vec<float> max(Vec<float> a, Vec<float> b) {
 }
 inline Vec<double> max(Vec<double> a, Vec<double> b) {
   return _mm512_maskz_max_pd(0xff, a, b);
+}
+template <>
+inline Vec<float> scale_by_power<float>(Vec<float> mantissa, Vec<float> n, Vec<float>, Vec<float> x, float low) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(low), _CMP_NLT_UQ), mantissa, n);
+}
+template <>
+inline Vec<double> scale_by_power<double>(Vec<double> mantissa, Vec<double> n, Vec<double>, Vec<double> x, double low) {
+  return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, splat(low), _CMP_NLT_UQ), mantissa, n);
 }
 #elif defined(__AVX2__)
 inline Vec<float> max(Vec<float> a, Vec<float> b) {
