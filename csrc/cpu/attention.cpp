@@ -14,7 +14,8 @@ Pair forward_cpu(const Attention& a) {
     const Tensor out = empty_rows<T>(a.query, {p.batch, p.heads, p.queries, p.value_width});
     const Tensor lse = empty_of<T>(a.query, {p.batch, p.heads, p.queries});
     const AttentionForward<T> kernel(p, {result_view<T>(out), lse.mutable_data_ptr<T>()});
-    run_tasks(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+    run_tasks(kernel.tasks(), p.pair_operations(), kernel.scratch_bytes(),
+              [&](Index task, Arena& arena) { kernel.run(task, arena); });
     return {out.to(a.query.scalar_type()), lse};
   });
 }

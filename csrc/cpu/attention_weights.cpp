@@ -18,7 +18,8 @@ Tensor weights_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt 
     const Tensor out = at::zeros(sizes, a.query.options().dtype(kScalarType<T>));
     const Vector<T> lse_rows(lse);
     const AttentionWeights<T> kernel(p, lse_rows.data(), out.mutable_data_ptr<T>(), average);
-    run_tasks(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+    run_tasks(kernel.tasks(), p.pair_operations(), kernel.scratch_bytes(),
+              [&](Index task, Arena& arena) { kernel.run(task, arena); });
     return out.to(a.query.scalar_type());
   });
 }
@@ -61,8 +62,9 @@ Four summaries_cpu(const Attention& a, In lse) {
     const AttentionSummaries<T> kernel(p, lse_rows.data(),
                                        {column_sum.mutable_data_ptr<T>(), entropy.mutable_data_ptr<T>(),
                                         maximum.mutable_data_ptr<T>(), argmax.mutable_data_ptr<int64_t>()});
-    run_tasks(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
-    run_tasks(kernel.finish_tasks(), 0, [&](Index task, Arena&) { kernel.finish(task); });
+    run_tasks(kernel.tasks(), p.pair_operations(), kernel.scratch_bytes(),
+              [&](Index task, Arena& arena) { kernel.run(task, arena); });
+    run_tasks(kernel.finish_tasks(), p.row_operations(), 0, [&](Index task, Arena&) { kernel.finish(task); });
     return {column_sum, entropy, maximum, argmax};
   });
 }

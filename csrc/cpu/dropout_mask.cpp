@@ -12,7 +12,7 @@ Tensor dropout_mask_cpu(In seed, int64_t batch, int64_t heads, int64_t queries, 
   const Vector<int64_t> seeds(seed);
   const Dropout dropout{dropout_p, seeds.data(), seed.dim() == 2};
   bool* kept = out.mutable_data_ptr<bool>();
-  run_tasks(batch * heads * queries, 0, [&](Index row, Arena&) {
+  run_tasks(batch * heads * queries, 16.0 * batch * heads * queries * keys, 0, [&](Index row, Arena&) {
     const Index i = row % queries, bh = row / queries;
     const DropoutStream stream = dropout.stream(bh / heads, bh % heads);
     for (Index j = 0; j < keys; j += 8) {

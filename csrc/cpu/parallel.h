@@ -10,8 +10,11 @@
 
 namespace attention_ops {
 
+constexpr double kSerialOperations = 2e6;  // less arithmetic than this is over before other threads have woken up
+
+// `operations` is about what all tasks together cost.
 template <class F>
-void run_tasks(Index tasks, size_t scratch_bytes, F&& f) {
+void run_tasks(Index tasks, double operations, size_t scratch_bytes, F&& f) {
   std::atomic<Index> next{0};
   const auto work = [&] {
     Arena arena(scratch_bytes);
@@ -20,7 +23,7 @@ void run_tasks(Index tasks, size_t scratch_bytes, F&& f) {
       f(task, arena);
     }
   };
-  const Index threads = std::min<Index>(at::get_num_threads(), tasks);
+  const Index threads = operations < kSerialOperations ? 1 : std::min<Index>(at::get_num_threads(), tasks);
   if (threads <= 1 || at::in_parallel_region()) return work();
   at::parallel_for(0, threads, 1, [&](Index begin, Index end) {
     for (Index n = begin; n < end; ++n) work();

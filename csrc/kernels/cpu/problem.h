@@ -27,6 +27,8 @@ struct Problem {
   Dropout dropout;
 
   Index group() const { return heads / key_heads; }
+  double row_operations() const { return 8.0 * batch * heads * queries * (width + value_width); }
+  double pair_operations() const { return 2.0 * batch * heads * queries * keys * (width + value_width + 8); }
   // q is stored multiplied by this: products are then in log2 units, or in units of the softcap.
   T query_factor() const { return softcap > 0 ? scale / softcap : scale * kLog2e<T>; }
 };
