@@ -1,0 +1,73 @@
+// attention: the public operator, and the schemas of its primitives.
+#include <ATen/ops/randint.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "ops/check.h"
+#include "ops/inputs.h"
+
+namespace attention_ops {
+namespace {
+
+// [1] or [B, 2]
+OptionalTensor checked_seed(const Inputs& inputs, Opt seed) {
+  if (!seed) return {};
+  TORCH_CHECK_TYPE(seed->scalar_type() == at::kLong, inputs.op, ": expected seed dtype int64, got ",
+                   type_name(seed->scalar_type()));
+  check_device(inputs.op, "seed", *seed, inputs.query);
+  if (seed->dim() == 0) return seed->unsqueeze(0);
+  const bool fits = seed->dim() == 1
+                        ? same(seed->sym_size(0), 1)
+                        : seed->dim() == 2 && same(seed->sym_size(0), inputs.B) && same(seed->sym_size(1), 2);
+  TORCH_CHECK_VALUE(fits, inputs.op, ": expected seed shape [1] or [", inputs.B, ", 2], got ", seed->sym_sizes());
+  return seed;
+}
+
+// The seed is drawn by torch: manual_seed, checkpoints, vmap's randomness and compilers treat it as any other draw.
+OptionalTensor seed_of(const Inputs& inputs, double dropout_p, Opt seed) {
+  TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, inputs.op, ": expected dropout_p between 0 and 1, got ",
+                    dropout_p);
+  const OptionalTensor given = checked_seed(inputs, seed);
+  if (dropout_p == 0) return {};
+  if (given) return given;
+  return at::randint(std::numeric_limits<int64_t>::max(), {1}, inputs.query.options().dtype(at::kLong));
+}
+
+Pair attention(In query, In key, In value, Opt bias, Opt sinks, at::TensorList mask_data, std::string_view mask,
+               std::optional<double> scale, std::optional<double> softcap, double dropout_p, Opt seed) {
+  const Inputs inputs({"attention", query, key, &value, bias, sinks, mask_data, mask, scale, softcap});
+  const OptionalTensor drawn = seed_of(inputs, dropout_p, seed);
+  const auto [out, lse] = forward().call(inputs.attention(dropout_p, drawn));
+  return {inputs.restore(out), inputs.restore(lse)};
+}
+
+TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor[] mask_data, str mask='', "
+      "float? scale=None, float? softcap=None, float dropout_p=0., Tensor? seed=None) -> (Tensor out, Tensor lse)");
+  const auto define = [&](const std::string& name, const char* rest) {
+    m.def(torch::schema((name + "(" + kSharedSchema + rest).c_str()), {at::Tag::pt2_compliant_tag});
+  };
+  define("_attention_forward", ") -> (Tensor out, Tensor lse)");
+  define("_attention_backward",
+         ", Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, bool[5] needed) -> (Tensor grad_query, "
+         "Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_sinks)");
+  // For tests: the tiles visited since the last call, and how many queries and keys a tile holds.
+  m.def("_visited_tiles() -> int");
+  m.def("_tile_shape(int itemsize) -> int[]");
+}
+
+// Without the last two lines the two vmaps find their slow loops before they find the composite.
+TORCH_LIBRARY_IMPL(attention_ops, CompositeImplicitAutograd, m) {
+  m.impl("attention", attention);
+}
+TORCH_LIBRARY_IMPL(attention_ops, FuncTorchBatchedDecomposition, m) {
+  m.impl("attention", attention);
+}
+TORCH_LIBRARY_IMPL(attention_ops, Batched, m) {
+  m.impl("attention", attention);
+}
+
+}  // namespace
+}  // namespace attention_ops

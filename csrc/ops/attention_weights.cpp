@@ -1,0 +1,126 @@
+// attention_weights and attention_summaries: the public operators, and the schemas of their primitives.
+#include <ATen/ops/aminmax.h>
+#include <ATen/ops/floor_divide.h>
+#include <ATen/ops/index_select.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/library.h>
+
+#include "ops/check.h"
+#include "ops/inputs.h"
+
+namespace attention_ops {
+namespace {
+
+// Whether values can be read here: not from a tracer's or a transform's tensor, and not across a device.
+bool is_plain_cpu(const Tensor& x) {
+  constexpr c10::DispatchKeySet wrapped({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                         c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+                                         c10::DispatchKey::Batched});
+  return x.device().is_cpu() && !x.key_set().has_any(wrapped) && !c10::impl::dispatch_mode_enabled();
+}
+
+void check_index(const Inputs& inputs, const char* name, const Tensor& index, const c10::SymInt& size) {
+  TORCH_CHECK_TYPE(index.scalar_type() == at::kLong, inputs.op, ": expected ", name, " dtype int64, got ",
+                   type_name(index.scalar_type()));
+  TORCH_CHECK_VALUE(index.dim() == 1, inputs.op, ": expected ", name, " with 1 dimension, got ", index.dim());
+  check_device(inputs.op, name, index, inputs.query);
+  if (!is_plain_cpu(index) || index.numel() == 0) return;
+  const auto [lowest, highest] = at::aminmax(index);
+  const auto low = lowest.item<int64_t>(), high = highest.item<int64_t>();
+  TORCH_CHECK_VALUE(low >= 0 && high < size, inputs.op, ": expected ", name, " from 0 to ", size - 1, ", got ",
+                    low < 0 ? low : high);
+}
+
+Tensor selected(const Tensor& x, int64_t dim, const Tensor& index) {
+  return surely(x.sym_size(dim).sym_eq(1)) ? x : x.index_select(dim, index);
+}
+
+// Query, lse, bias and keys of some heads and rows. The mask's data stays whole.
+struct Selection {
+  Tensor query, key, value, lse;
+  OptionalTensor bias;
+
+  Selection(const Inputs& inputs, const Tensor& lse_of_all)
+      : query(inputs.query), key(inputs.key), value(inputs.value), lse(lse_of_all), bias(inputs.bias) {}
+
+  void take(int64_t dim, const Tensor& index) {
+    query = query.index_select(dim, index), lse = lse.index_select(dim, index);
+    if (bias) bias = selected(*bias, dim, index);
+  }
+
+  void take_heads(const Inputs& inputs, const Tensor& heads) {
+    take(1, heads);
+    if (surely(inputs.Hkv.sym_eq(1))) return;
+    // Each query head comes with a key head of its own.
+    const Tensor group = surely(inputs.H.sym_eq(inputs.Hkv))
+                             ? heads
+                             : at::floor_divide(heads, (inputs.H / inputs.Hkv).guard_int(__FILE__, __LINE__));
+    key = key.index_select(1, group), value = value.index_select(1, group);
+  }
+};
+
+Tensor attention_weights(In query, In key, Opt bias, Opt sinks, at::TensorList mask_data, std::string_view mask,
+                         std::optional<double> scale, std::optional<double> softcap, Opt heads, Opt rows,
+                         bool average) {
+  const Inputs inputs({"attention_weights", query, key, nullptr, bias, sinks, mask_data, mask, scale, softcap});
+  TORCH_CHECK_VALUE(!heads || inputs.rank > 2, inputs.op, ": expected heads None as query has no heads, got a tensor");
+  if (heads) check_index(inputs, "heads", *heads, inputs.H);
+  if (rows) check_index(inputs, "rows", *rows, inputs.Lq);
+  const Attention a = inputs.attention();
+  Selection s(inputs, std::get<1>(forward().call(a)));
+  if (heads) s.take_heads(inputs, *heads);
+  if (rows) s.take(2, *rows);
+  const Tensor w = weights().call(
+      {s.query, s.key, s.value, s.bias, Inputs::kNone, a.mask_data, a.mask, a.scale, a.softcap, 0, Inputs::kNone},
+      s.lse, heads, rows, inputs.Lq, average);
+  return inputs.restore(w, !average);
+}
+
+Three attention_summaries(In query, In key, Opt bias, Opt sinks, at::TensorList mask_data, std::string_view mask,
+                          std::optional<double> scale, std::optional<double> softcap) {
+  const Inputs inputs({"attention_summaries", query, key, nullptr, bias, sinks, mask_data, mask, scale, softcap});
+  const Attention a = inputs.attention();
+  const Tensor lse = std::get<1>(forward().call(a));
+  const auto [column_sum, entropy, maximum, argmax] = summaries().call(
+      {a.query, a.key, a.value, a.bias, Inputs::kNone, a.mask_data, a.mask, a.scale, a.softcap, 0, Inputs::kNone}, lse);
+  return {inputs.restore(column_sum), inputs.restore(entropy), inputs.restore(maximum)};
+}
+
+TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
+  m.def(
+      "attention_weights(Tensor query, Tensor key, Tensor? bias, Tensor? sinks, Tensor[] mask_data, str mask='', "
+      "float? scale=None, float? softcap=None, Tensor? heads=None, Tensor? rows=None, bool average=False) -> Tensor");
+  m.def(
+      "attention_summaries(Tensor query, Tensor key, Tensor? bias, Tensor? sinks, Tensor[] mask_data, str mask='', "
+      "float? scale=None, float? softcap=None) -> (Tensor column_sum, Tensor entropy, Tensor maximum)");
+  const auto define = [&](const std::string& name, const char* rest) {
+    m.def(torch::schema((name + "(" + kSharedSchema + rest).c_str()), {at::Tag::pt2_compliant_tag});
+  };
+  define("_attention_weights",
+         ", Tensor lse, Tensor? heads, Tensor? rows, SymInt queries, bool average) -> Tensor weights");
+  define("_attention_weights_backward",
+         ", Tensor lse, Tensor? heads, Tensor? rows, SymInt queries, bool average, Tensor grad_weights, bool[4] needed)"
+         " -> (Tensor grad_query, Tensor grad_key, Tensor grad_bias, Tensor grad_lse)");
+  define("_attention_summaries", ", Tensor lse) -> (Tensor column_sum, Tensor entropy, Tensor maximum, Tensor argmax)");
+  define("_attention_summaries_backward",
+         ", Tensor lse, Tensor argmax, Tensor? grad_column_sum, Tensor? grad_entropy, Tensor? grad_maximum, "
+         "bool[4] needed) -> (Tensor grad_query, Tensor grad_key, Tensor grad_bias, Tensor grad_lse)");
+}
+
+void register_composites(torch::Library& m) {
+  m.impl("attention_weights", attention_weights);
+  m.impl("attention_summaries", attention_summaries);
+}
+
+TORCH_LIBRARY_IMPL(attention_ops, CompositeImplicitAutograd, m) {
+  register_composites(m);
+}
+TORCH_LIBRARY_IMPL(attention_ops, FuncTorchBatchedDecomposition, m) {
+  register_composites(m);
+}
+TORCH_LIBRARY_IMPL(attention_ops, Batched, m) {
+  register_composites(m);
+}
+
+}  // namespace
+}  // namespace attention_ops

@@ -1,0 +1,137 @@
+// Every private operator on one page: the shared arguments, the signatures, and how to call each.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <array>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+namespace attention_ops {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using In = const Tensor&;
+using Opt = const OptionalTensor&;
+using Pair = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// The arguments that every attention primitive starts with, checked and normalised. Borrows: it lives for one call.
+struct Attention {
+  const Tensor& query;          // [B, H, Lq, D]
+  const Tensor& key;            // [B, Hkv, Lk, D]
+  const Tensor& value;          // [B, Hkv, Lk, Dv]
+  const OptionalTensor& bias;   // [B|1, H|1, Lq|1, Lk|1]
+  const OptionalTensor& sinks;  // [H]
+  at::TensorList mask_data;     // each kind of `mask` takes its tensors in turn; axis 0 is the batch, B or 1
+  std::string_view mask;        // "causal & padding"; empty: every key is visible
+  double scale;
+  double softcap;  // 0: none
+  double dropout_p;
+  const OptionalTensor& seed;  // int64: [1] is a seed, [B, 2] is a seed and a batch number for each row
+};
+
+inline constexpr const char* kSharedSchema =
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor[] mask_data, str mask, float scale, "
+    "float softcap, float dropout_p, Tensor? seed";
+
+// Adapts a kernel that takes (Attention, extra...) to the flat argument list of the schema.
+template <auto Kernel>
+struct Flat;
+
+template <class Return, class... Extra, Return (*Kernel)(const Attention&, Extra...)>
+struct Flat<Kernel> {
+  static Return call(In query, In key, In value, Opt bias, Opt sinks, at::TensorList mask_data, std::string_view mask,
+                     double scale, double softcap, double dropout_p, Opt seed, Extra... extra) {
+    return Kernel({query, key, value, bias, sinks, mask_data, mask, scale, softcap, dropout_p, seed}, extra...);
+  }
+};
+
+template <class Return, class... Extra, Return (*Kernel)(c10::DispatchKeySet, const Attention&, Extra...)>
+struct Flat<Kernel> {
+  static Return call(c10::DispatchKeySet keys, In query, In key, In value, Opt bias, Opt sinks,
+                     at::TensorList mask_data, std::string_view mask, double scale, double softcap, double dropout_p,
+                     Opt seed, Extra... extra) {
+    return Kernel(keys, {query, key, value, bias, sinks, mask_data, mask, scale, softcap, dropout_p, seed}, extra...);
+  }
+};
+
+// A primitive found once in the dispatcher. `call` starts a dispatch, `redispatch` continues one below `keys`.
+template <class Return, class... Extra>
+class Primitive {
+ public:
+  explicit Primitive(const char* name)
+      : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>()) {}
+
+  Return call(const Attention& a, Extra... extra) const {
+    return handle_.call(a.query, a.key, a.value, a.bias, a.sinks, a.mask_data, a.mask, a.scale, a.softcap, a.dropout_p,
+                        a.seed, extra...);
+  }
+
+  Return redispatch(c10::DispatchKeySet keys, const Attention& a, Extra... extra) const {
+    return handle_.redispatch(keys, a.query, a.key, a.value, a.bias, a.sinks, a.mask_data, a.mask, a.scale, a.softcap,
+                              a.dropout_p, a.seed, extra...);
+  }
+
+ private:
+  using Signature = Return(In, In, In, Opt, Opt, at::TensorList, std::string_view, double, double, double, Opt,
+                           Extra...);
+  c10::TypedOperatorHandle<Signature> handle_;
+};
+
+// (out [B, H, Lq, Dv], lse [B, H, Lq])
+inline const auto& forward() {
+  static const Primitive<Pair> op("attention_ops::_attention_forward");
+  return op;
+}
+
+// (grad_query, grad_key, grad_value, grad_bias, grad_sinks) from out, lse, grad_out, grad_lse, which are needed;
+// one that is not needed is empty [0]. out and lse are caches of the forward, not inputs of their own.
+inline const auto& backward() {
+  static const Primitive<Five, In, In, Opt, Opt, std::array<bool, 5>> op("attention_ops::_attention_backward");
+  return op;
+}
+
+// exp(s - lse) [B, H, Lq, Lk], or its mean over the heads [B, Lq, Lk], from lse, heads, rows, queries, average.
+// Value has width 0. Sinks act through lse alone, a differentiable input. Where only some heads or rows are wanted,
+// query, key, bias and lse hold those; heads [H] and rows [Lq] say which they are, and `queries` how many rows there
+// would be in all: the mask needs them, and its data stays whole.
+inline const auto& weights() {
+  static const Primitive<Tensor, In, Opt, Opt, c10::SymInt, bool> op("attention_ops::_attention_weights");
+  return op;
+}
+
+// (grad_query, grad_key, grad_bias, grad_lse) from lse, heads, rows, queries, average, grad_weights, which are needed
+inline const auto& weights_backward() {
+  static const Primitive<Four, In, Opt, Opt, c10::SymInt, bool, In, std::array<bool, 4>> op(
+      "attention_ops::_attention_weights_backward");
+  return op;
+}
+
+// (column_sum [B, H, Lk], entropy [B, H, Lq], maximum [B, H, Lq], argmax [B, H, Lq]) of the weights, from lse
+inline const auto& summaries() {
+  static const Primitive<Four, In> op("attention_ops::_attention_summaries");
+  return op;
+}
+
+// (grad_query, grad_key, grad_bias, grad_lse) from lse, argmax, grad_column_sum, grad_entropy, grad_maximum, which are
+// needed
+inline const auto& summaries_backward() {
+  static const Primitive<Four, In, In, Opt, Opt, Opt, std::array<bool, 4>> op(
+      "attention_ops::_attention_summaries_backward");
+  return op;
+}
+
+// Which weights dropout keeps, bool [B, H, Lq, Lk], from seed, B, H, Lq, Lk, dropout_p. No attention among its
+// arguments.
+inline Tensor kept(In seed, c10::SymInt B, c10::SymInt H, c10::SymInt Lq, c10::SymInt Lk, double dropout_p) {
+  using Signature = Tensor(In, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, double);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("attention_ops::_dropout_mask", "").typed<Signature>();
+  return op.call(seed, B, H, Lq, Lk, dropout_p);
+}
+
+}  // namespace attention_ops
