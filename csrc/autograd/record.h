@@ -1,0 +1,118 @@
+// What the nodes of every attention primitive have in common: the shared arguments, saved and restored.
+#pragma once
+#include <array>
+#include <string>
+
+#include "autograd/node.h"
+#include "ops/ops.h"
+
+namespace attention_ops {
+
+inline Tensor defined_or_not(Opt x) {
+  return x.value_or(Tensor());
+}
+inline OptionalTensor optional(In x) {
+  return x.defined() ? OptionalTensor(x) : std::nullopt;
+}
+
+// What every node remembers beside its tensors.
+struct Constants {
+  std::string mask;
+  double scale = 1, softcap = 0, dropout_p = 0;
+  int64_t mask_count = 0;
+};
+
+enum Saved : size_t { kQuery, kKey, kValue, kBias, kSinks, kSeed, kFirstMask };
+
+struct AttentionFormula {
+  Constants constants;
+
+  void visit(auto&& f) const {
+    f(constants.mask), f(constants.scale), f(constants.softcap), f(constants.dropout_p), f(constants.mask_count);
+  }
+
+ protected:
+  struct Restored {
+    OptionalTensor bias, sinks, seed;
+    Attention attention;
+    at::TensorList extra;  // what the operator added
+
+    Restored(const variable_list& saved, const Constants& c)
+        : bias(optional(saved[kBias])),
+          sinks(optional(saved[kSinks])),
+          seed(optional(saved[kSeed])),
+          attention{saved[kQuery], saved[kKey], saved[kValue],
+                    bias,          sinks,       at::TensorList(saved).slice(kFirstMask, c.mask_count),
+                    c.mask,        c.scale,     c.softcap,
+                    c.dropout_p,   seed},
+          extra(at::TensorList(saved).slice(kFirstMask + c.mask_count)) {}
+  };
+};
+
+inline variable_list keep(std::initializer_list<Tensor> grads, const std::vector<bool>& needed) {
+  variable_list result(needed.size());
+  for (size_t i = 0; i < needed.size(); ++i)
+    if (needed[i]) result[i] = grads.begin()[i];
+  return result;
+}
+
+template <size_t N>
+std::array<bool, N> first(const std::vector<bool>& needed) {
+  std::array<bool, N> result{};
+  for (size_t i = 0; i < N; ++i) result[i] = needed[i];
+  return result;
+}
+
+// A node that has saved the shared arguments, or null if no input requires grad.
+template <class Formula, class... Inputs>
+auto record(const Attention& a, const Inputs&... inputs) {
+  using Pointer = decltype(make_node<FormulaNode<Formula>>());
+  if (!any_requires_grad(inputs...)) return Pointer();
+  auto node = make_node<FormulaNode<Formula>>();
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  node->formula.constants = {std::string(a.mask), a.scale, a.softcap, a.dropout_p,
+                             static_cast<int64_t>(a.mask_data.size())};
+  for (const auto& x :
+       {a.query, a.key, a.value, defined_or_not(a.bias), defined_or_not(a.sinks), defined_or_not(a.seed)})
+    node->save(x);
+  for (const auto& x : a.mask_data) node->save(x);
+  return node;
+}
+
+template <class Pointer>
+void attach(const Pointer& node, std::initializer_list<Tensor> outputs) {
+  for (const auto& x : outputs) torch::autograd::set_history(x, node);
+}
+
+[[noreturn]] inline void refuse(const std::string& op, const char* derivative) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "attention_ops::", op, ": expected no ", derivative,
+                              ", which it does not have; the plain formula in attention_ops.reference gives it");
+}
+
+// Stands in the graph where a derivative is missing, and says so when it is asked for.
+struct MissingFormula {
+  static constexpr auto name = "AttentionOpsMissingDerivative";
+  std::string op;
+
+  void visit(auto&& f) const { f(op); }
+  variable_list operator()(const variable_list&, const variable_list&, const std::vector<bool>&) const {
+    refuse(op, "derivative of its gradients (create_graph, double backward)");
+  }
+};
+
+template <class... Inputs>
+void refuse_forward_mode(const char* op, const Inputs&... inputs) {
+  if (any_has_tangent(inputs...)) refuse(op, "tangents (forward mode)");
+}
+
+template <class... Inputs>
+void refuse_backward(const char* op, std::initializer_list<Tensor> outputs, const Inputs&... inputs) {
+  if (!any_requires_grad(inputs...)) return;
+  const auto node = make_node<FormulaNode<MissingFormula>>();
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  node->formula.op = op;
+  attach(node, outputs);
+  announce(node);
+}
+
+}  // namespace attention_ops

@@ -1,0 +1,30 @@
+// Shapes of attention and its gradients, with symbolic sizes.
+#include <torch/library.h>
+
+#include "ops/allocate.h"
+#include "ops/ops.h"
+
+namespace attention_ops {
+namespace {
+
+Pair forward_meta(const Attention& a) {
+  const auto B = a.query.sym_size(0), H = a.query.sym_size(1), Lq = a.query.sym_size(2);
+  return {empty_heads(a.query, B, H, Lq, a.value.sym_size(3)),
+          at::empty_symint({B, H, Lq}, a.query.options().dtype(lse_type(a.query)))};
+}
+
+Five backward_meta(const Attention& a, In, In, Opt, Opt, std::array<bool, 5> needed) {
+  const auto wide = [&](size_t i, const Tensor& x) { return needed[i] ? empty_heads_like(x) : nothing(x); };
+  const auto plain = [&](size_t i, Opt x) {
+    return needed[i] && x ? empty_like_shape(*x) : nothing(x.value_or(a.query));
+  };
+  return {wide(0, a.query), wide(1, a.key), wide(2, a.value), plain(3, a.bias), plain(4, a.sinks)};
+}
+
+TORCH_LIBRARY_IMPL(attention_ops, Meta, m) {
+  m.impl("_attention_forward", Flat<forward_meta>::call);
+  m.impl("_attention_backward", Flat<backward_meta>::call);
+}
+
+}  // namespace
+}  // namespace attention_ops
