@@ -1,0 +1,70 @@
+"""Finds the compiled libraries and loads the common one and the kernels of one instruction set."""
+
+import functools
+import json
+import os
+import pathlib
+
+import torch
+
+from . import _isas
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+BUILD_INFO = FOLDER / "_build.json"
+HOW_TO_BUILD = "build it with `pip install --no-build-isolation .`, or `python setup.py build_ext --inplace` in place"
+
+
+@functools.cache
+def load() -> str:
+    """Loads the libraries, once, and returns the instruction set: `ATTENTION_OPS_ISA`, or the best one here."""
+    built = _built()
+    if _minor(torch.__version__) != _minor(built["torch"]):
+        raise ImportError(
+            f"attention_ops: expected torch {_minor(built['torch'])}, for which it was compiled, "
+            f"got {torch.__version__}; {HOW_TO_BUILD}"
+        )
+    chosen = _choose(built["isas"])
+    for name in ("libattention_ops.so", f"libattention_ops_{chosen}.so"):
+        if not (FOLDER / name).exists():
+            raise ImportError(f"attention_ops: expected {name} in {FOLDER}, got none; {HOW_TO_BUILD}")
+        torch.ops.load_library(FOLDER / name)
+    return chosen
+
+
+def isa() -> str:
+    """The instruction set of the loaded kernels.
+
+    >>> isa() in build_info()["isas"]
+    True
+    """
+    return load()
+
+
+def build_info() -> dict[str, object]:
+    """With what the libraries were built: `torch`, `compiler`, `isas`; and `isa`, the one in use.
+
+    >>> sorted(build_info())
+    ['compiler', 'isa', 'isas', 'torch']
+    """
+    return {**_built(), "isa": load()}
+
+
+@functools.cache
+def _built() -> dict[str, object]:
+    if not BUILD_INFO.exists():
+        raise ImportError(f"attention_ops: expected its compiled libraries in {FOLDER}, got none; {HOW_TO_BUILD}")
+    return json.loads(BUILD_INFO.read_text())
+
+
+def _choose(built: list[str]) -> str:
+    runnable = [name for name in _isas.runnable() if name in built]
+    forced = os.environ.get("ATTENTION_OPS_ISA")
+    if forced and forced not in runnable:
+        raise ImportError(
+            f"attention_ops: expected ATTENTION_OPS_ISA one of {', '.join(runnable)} on this processor, got {forced}"
+        )
+    return forced or runnable[-1]
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

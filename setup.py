@@ -1,0 +1,156 @@
+"""Builds one library with schemas, checks, derivatives, shapes and casts, and one with the CPU kernels for each
+instruction set. ninja compiles: headers are tracked, and MAX_JOBS says how many files at a time."""
+
+import json
+import os
+import pathlib
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+import setuptools
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    sys.exit(f"attention_ops: expected setuptools 77 or newer to build it, got {setuptools.__version__}")
+
+ROOT = pathlib.Path(__file__).resolve().parent
+TABLE = runpy.run_path(str(ROOT / "attention_ops" / "_isas.py"))
+
+FLAGS = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+KERNEL_FLAGS = ["-O3", "-ffp-contract=fast"]
+# Registration happens on load and nothing calls in by name, so nothing is exported: no template of one instruction set
+# can stand in for another's.
+LINK_FLAGS = ["-shared", "-fopenmp", "-Wl,--no-undefined", "-Wl,--version-script=csrc/no_symbols.map"]
+COMMON = ("ops", "autograd", "meta", "autocast", "vmap")
+
+RULES = """\
+rule compile
+  command = $cxx -MMD -MF $out.d $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = compile $out
+rule link
+  command = $cxx $in -o $out $flags
+  description = link $out
+"""
+
+
+def sources(*folders):
+    return sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / "csrc" / folder).glob("*.cpp"))
+
+
+def libraries():
+    """The files of each library; its flags stand in `flags_of`."""
+    yield Extension("attention_ops.libattention_ops", sources(*COMMON))
+    for isa in TABLE["buildable"]():
+        yield Extension(f"attention_ops.libattention_ops_{isa}", sources("cpu"))
+
+
+def flags_of(name):
+    isa = name.removeprefix("attention_ops.libattention_ops").removeprefix("_")
+    return [*FLAGS, *KERNEL_FLAGS, *TABLE["ISAS"][isa].flags] if isa else FLAGS
+
+
+def import_torch():
+    try:
+        import torch.utils.cpp_extension
+    except ImportError:
+        sys.exit(
+            "attention_ops: expected torch in the environment that builds it, got none; install torch, then run "
+            "`pip install --no-build-isolation .`"
+        )
+    return torch
+
+
+def find_ninja():
+    beside = os.path.join(os.path.dirname(sys.executable), "ninja")
+    found = beside if os.path.exists(beside) else shutil.which("ninja")
+    if not found:
+        sys.exit("attention_ops: expected ninja in the environment that builds it, got none; run `pip install ninja`")
+    return found
+
+
+def jobs():
+    """MAX_JOBS, or as many as there are processors and, at two GiB each, memory."""
+    if os.environ.get("MAX_JOBS"):
+        return os.environ["MAX_JOBS"]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return str(max(1, min(len(os.sched_getaffinity(0)), memory >> 31)))
+
+
+def write_if_changed(path, text):
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def escaped(path):
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+class BuildLibraries(build_ext):
+    """Plain shared libraries without Python in them or in their names, whose objects lie apart."""
+
+    def get_ext_filename(self, fullname):
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extensions(self):
+        torch = import_torch()
+        folder = pathlib.Path(self.build_temp).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        cxx = os.environ.get("CXX", "g++")
+        compiler = subprocess.run([*cxx.split(), "--version"], capture_output=True, text=True, check=True).stdout
+        info = {
+            "torch": str(torch.__version__),
+            "compiler": compiler.splitlines()[0],
+            "isas": TABLE["buildable"](),
+        }
+        # Everything is compiled again when one of these changes, though no path does.
+        write_if_changed(folder / "toolchain.json", json.dumps(info, indent=2) + "\n")
+        write_if_changed(folder / "build.ninja", self.ninja_file(torch, cxx, folder))
+        verbose = ["-v"] if self.verbose > 1 else []
+        built = subprocess.run([find_ninja(), "-f", folder / "build.ninja", "-j", jobs(), *verbose], cwd=ROOT)
+        if built.returncode:
+            sys.exit(built.returncode)
+        shutil.copyfile(folder / "toolchain.json", self.info_path())
+
+    def ninja_file(self, torch, cxx, folder):
+        paths = torch.utils.cpp_extension
+        includes = ["-Icsrc", *(f"-isystem{escaped(path)}" for path in paths.include_paths())]
+        torch_folders = [f"-L{escaped(path)}" for path in paths.library_paths()]
+        lines = [RULES, f"builddir = {escaped(folder)}", f"cxx = {cxx}"]
+        for extension in self.extensions:
+            objects = []
+            for source in extension.sources:
+                objects.append(escaped(folder / extension.name / source) + ".o")
+                lines.append(f"build {objects[-1]}: compile {source} | {escaped(folder / 'toolchain.json')}")
+                lines.append(f"  flags = {' '.join([*flags_of(extension.name), *includes])}")
+            library = escaped(pathlib.Path(self.get_ext_fullpath(extension.name)).resolve())
+            lines.append(f"build {library}: link {' '.join(objects)} | csrc/no_symbols.map")
+            lines.append(f"  flags = {' '.join([*LINK_FLAGS, *torch_folders, '-ltorch_cpu', '-lc10'])}")
+        return "\n".join(lines) + "\n"
+
+    def info_path(self):
+        return pathlib.Path(self.build_lib, "attention_ops", "_build.json")
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        self.copy_file(str(self.info_path()), str(ROOT / "attention_ops"))
+
+    def get_outputs(self):
+        return [*super().get_outputs(), str(self.info_path())]
+
+
+class PlainWheel(bdist_wheel):
+    """A wheel for any Python on this platform: the libraries contain none."""
+
+    def get_tag(self):
+        return "py3", "none", sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+setup(ext_modules=list(libraries()), cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlainWheel})
