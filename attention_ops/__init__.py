@@ -1,0 +1,30 @@
+"""Attention operators for PyTorch, written in C++."""
+
+from ._library import build_info, isa, load
+
+load()
+
+from . import masks, reference  # noqa: E402
+from .functional import (  # noqa: E402
+    Summaries,
+    attention,
+    attention_summaries,
+    attention_weights,
+    dropout_mask,
+    scaled_dot_product_attention,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Summaries",
+    "attention",
+    "attention_summaries",
+    "attention_weights",
+    "build_info",
+    "dropout_mask",
+    "isa",
+    "masks",
+    "reference",
+    "scaled_dot_product_attention",
+]

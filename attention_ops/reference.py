@@ -1,0 +1,200 @@
+"""Every operator from its formula, in plain torch: slow, of any type, differentiable to any order.
+
+s = softcap(scale q k') + bias, masked        lse = log(sum_j exp s + exp sink)
+w = exp(s - lse)                              out = (dropout(w)) v
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import masks
+
+__all__ = ["attention", "attention_summaries", "attention_weights", "dropout_mask", "philox"]
+
+MaskLike = masks.Mask | str | Tensor | None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: MaskLike = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention on [B, H, L, D] by its formula; the arguments are those of `attention_ops.attention`.
+
+    >>> one = torch.ones(1, 1, 2, 4)
+    >>> attention(one, one, one).shape
+    torch.Size([1, 1, 2, 4])
+    """
+    visible = _visible(query, key, bias, mask)
+    query, key, value = _without_masked_rows(visible, query, key, value)
+    weights, lse = _weights_and_lse(query, key, visible, bias, sinks, scale, softcap)
+    if dropout_p > 0:
+        if seed is None:
+            raise ValueError("reference.attention: expected seed with dropout, got None")
+        kept = dropout_mask(seed, *weights.shape, dropout_p)
+        weights = weights * kept / (1 - dropout_p) if dropout_p < 1 else weights * 0
+    out = weights.to(value.dtype) @ _repeat(value, query.shape[1])
+    return (out, lse) if return_lse else out
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: MaskLike = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    heads: Tensor | None = None,
+    rows: Tensor | None = None,
+    average: bool = False,
+) -> Tensor:
+    """The weights [B, H, Lq, Lk] of some heads and rows, or their mean over the heads [B, Lq, Lk].
+
+    >>> attention_weights(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4)).tolist()
+    [[[[0.5, 0.5]]]]
+    """
+    visible = _visible(query, key, bias, mask)
+    query, key, _ = _without_masked_rows(visible, query, key, key)
+    weights, _ = _weights_and_lse(query, key, visible, bias, sinks, scale, softcap)
+    weights = weights if heads is None else weights.index_select(1, heads)
+    weights = weights if rows is None else weights.index_select(2, rows)
+    return (weights.mean(1) if average else weights).to(query.dtype)
+
+
+def attention_summaries(
+    query: Tensor,
+    key: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: MaskLike = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the weights sum to in each column, and the entropy and the maximum of each row.
+
+    >>> attention_summaries(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4))[0].tolist()
+    [[[0.5, 0.5]]]
+    """
+    weights = attention_weights(
+        query, key, bias=bias, mask=mask, sinks=sinks, scale=scale, softcap=softcap
+    )  # [B, H, Lq, Lk]
+    entropy = -(weights * torch.where(weights > 0, weights, 1).log()).sum(-1)
+    if weights.shape[-1] == 0:
+        return weights.sum(-2), entropy, weights.sum(-1)
+    first = weights.detach().argmax(-1, keepdim=True)
+    return weights.sum(-2), entropy, weights.gather(-1, first)[..., 0]
+
+
+def dropout_mask(seed: Tensor, batch: int, heads: int, queries: int, keys: int, dropout_p: float) -> Tensor:
+    """Which weights dropout keeps, [B, H, Lq, Lk]: 16 bits of Philox for each place, against round(65536 p).
+
+    `seed` is int64: [1], or [B, 2] with a seed and a batch number in each row.
+
+    >>> dropout_mask(torch.tensor([7]), 1, 1, 1, 3, 0.0).tolist()
+    [[[[True, True, True]]]]
+    """
+    device = seed.device
+    key, number = (seed[:, 0], seed[:, 1]) if seed.dim() == 2 else (seed, torch.arange(batch, device=device))
+    key, number = key[:, None, None, None], number[:, None, None, None]
+    group = torch.arange((keys + 7) // 8, device=device)
+    row = torch.arange(queries, device=device)[:, None]
+    head = torch.arange(heads, device=device)[:, None, None]
+    words = philox(group, row, head, number & LOW, key & LOW, (key >> 32) & LOW)
+    words = [word.expand(batch, heads, queries, len(group)) for word in words]
+    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)  # [B, H, Lq, groups, 8]
+    return (halves >= math.floor(dropout_p * 65536 + 0.5)).flatten(-2)[..., :keys]
+
+
+LOW = 0xFFFFFFFF
+
+
+def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key0: Tensor, key1: Tensor) -> list[Tensor]:
+    """Philox4x32-10 of a counter and a key, as four words of 32 bits held in int64 (Salmon et al., 2011).
+
+    >>> zero = torch.zeros((), dtype=torch.int64)
+    >>> hex(philox(*[zero] * 6)[0].item())
+    '0x6627e8d5'
+    """
+    for _ in range(10):
+        (high0, low0), (high1, low1) = _product(0xD2511F53, c0), _product(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        key0, key1 = (key0 + 0x9E3779B9) & LOW, (key1 + 0xBB67AE85) & LOW
+    return list(torch.broadcast_tensors(c0, c1, c2, c3))
+
+
+def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a product of two 32-bit words, by halves because int64 would overflow."""
+    low, high = factor * (word & 0xFFFF), factor * (word >> 16)  # both below 2^48
+    middle = high + (low >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def _visible(query: Tensor, key: Tensor, bias: Tensor | None, mask: MaskLike) -> Tensor:
+    batch, heads, queries, keys = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+    if mask is None or (isinstance(mask, str) and not mask.strip()):
+        visible = torch.ones(batch, heads, queries, keys, dtype=torch.bool, device=query.device)
+    else:
+        mask = masks.parse(mask) if isinstance(mask, str) else masks.dense(mask) if isinstance(mask, Tensor) else mask
+        visible = mask.predicate(masks.Places(batch, heads, queries, keys, query.device))
+    if bias is not None:
+        visible = visible & (bias.detach() != -math.inf)
+    return visible.expand(batch, heads, queries, keys)
+
+
+def _without_masked_rows(visible: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zero in place of keys and values that nobody sees and of queries that see nothing, so that a NaN stored
+    there meets no product, in the backward pass either."""
+    seen = visible.any(2).unflatten(1, (key.shape[1], -1)).any(2) if key.shape[1] else visible.any(2)  # [B, Hkv, Lk]
+    seen, sees = seen[..., None], visible.any(3)[..., None]
+    return torch.where(sees, query, 0), torch.where(seen, key, 0), torch.where(seen, value, 0)
+
+
+def _weights_and_lse(
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    scale = (1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0) if scale is None else scale
+    scores = scale * (query @ _repeat(key, query.shape[1]).mT)  # [B, H, Lq, Lk]
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if bias is None else scores + torch.where(bias == -math.inf, 0, bias)
+    sink = None if sinks is None else sinks[:, None].to(scores.dtype)  # [H, 1]
+    shift = _maximum(torch.where(visible, scores.detach(), -math.inf), sink)  # [B, H, Lq]
+    powers = torch.where(visible, torch.where(visible, scores - shift[..., None], 0).exp(), 0)
+    total = powers.sum(-1) if sink is None else powers.sum(-1) + (sink - shift).exp()
+    empty = total == 0
+    divisor = torch.where(empty, 1, total)
+    return powers / divisor[..., None], torch.where(empty, -math.inf, shift + divisor.log())
+
+
+def _maximum(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """The shift that keeps exp in range: a constant of the formula, so it has no gradient. 0 for an empty row."""
+    floor = scores.new_full(scores.shape[:-1], -math.inf)
+    maximum = scores.amax(-1) if scores.shape[-1] else floor
+    if sink is not None:
+        maximum = torch.maximum(maximum, sink.detach())
+    return torch.where(maximum == -math.inf, 0, maximum)
+
+
+def _repeat(tensor: Tensor, heads: int) -> Tensor:
+    """Each key or value head once for every query head of its group."""
+    given = tensor.shape[1]
+    return tensor if given == heads else tensor.repeat_interleave(heads // given, 1)
