@@ -1,0 +1,74 @@
+# The commands of the project: `make` lists them.
+
+# Any torch from 2.11 to 2.14 works; the CPU build is enough. Give another with, for example, TORCH="torch==2.14.*".
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+
+# An active environment that already has torch is used as it is; otherwise everything goes into $(VENV).
+# (Not a system Python that forbids pip to install into it.)
+usable = import importlib.util as u, os, sys, sysconfig; \
+	managed = os.path.exists(os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")); \
+	sys.exit(u.find_spec("torch") is None or (managed and sys.prefix == sys.base_prefix))
+PY ?= $(shell $(PYTHON) -c '$(usable)' 2>/dev/null && command -v $(PYTHON) || echo $(VENV)/bin/python)
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check
+
+BUILD_NEEDS = numpy 'setuptools>=77' ninja
+DEMO_NEEDS = tqdm matplotlib
+TEST_NEEDS = $(DEMO_NEEDS) pytest pytest-xdist hypothesis
+LINT_NEEDS = ruff clang-format
+CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format as run; run()'
+
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+export MAX_JOBS ?= $(CORES)
+# The package is built in place; scripts in other folders find it here.
+export PYTHONPATH := $(CURDIR)
+
+CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.c')
+
+.PHONY: help demo test sanitize lint format bench build clean environment
+.DEFAULT_GOAL := help
+
+help:  ## list the commands
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+demo: build  ## train a small GPT on attention_ops and on torch, and compare (five minutes)
+	$(PIP) $(DEMO_NEEDS)
+	$(PY) examples/train_gpt.py
+
+test: build  ## run the linters and the whole test suite
+	$(PIP) $(TEST_NEEDS)
+	$(MAKE) lint
+	$(PY) -m pytest -n $(CORES) tests
+
+lint: environment  ## check style and layout of Python and C++
+	$(PIP) $(LINT_NEEDS)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(if $(CPP),$(CLANG_FORMAT) --dry-run -Werror $(CPP))
+
+format: environment  ## bring Python and C++ into the layout that lint checks
+	$(PIP) $(LINT_NEEDS)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(if $(CPP),$(CLANG_FORMAT) -i $(CPP))
+
+sanitize:  ## run the CPU kernels under the address and undefined-behaviour sanitizers
+	$(MAKE) -C tests/sanitize run BUILD=$(CURDIR)/build/sanitize
+
+bench: build  ## measure against torch; tables and a picture in build/benchmarks
+	$(PIP) $(DEMO_NEEDS)
+	$(PY) benchmarks/bench_attention.py $(BENCH)
+
+build: environment  ## compile the operators in place
+	$(PY) setup.py --quiet build_ext --inplace
+
+environment: $(filter $(VENV)/bin/python,$(PY))
+	@$(PY) -c 'import torch' 2>/dev/null || $(PIP) '$(TORCH)'
+	@$(PIP) $(BUILD_NEEDS)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:  ## remove what was built (not the environment)
+	rm -rf build demo *.egg-info attention_ops/*.so
