@@ -1,0 +1,322 @@
+// Drives every CPU kernel over many small problems in exactly fitting memory, and checks the forward pass against its
+// formula. Torch-free: built with the sanitizers by the Makefile beside it, once for each instruction set.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/attention_backward.h"
+#include "kernels/cpu/attention_forward.h"
+#include "kernels/cpu/attention_weights.h"
+#include "kernels/mask/parse.h"
+
+namespace attention_ops {
+namespace {
+
+std::mt19937 generator(1);
+
+Index draw(Index least, Index most) {
+  return std::uniform_int_distribution<Index>(least, most)(generator);
+}
+
+// An array of its own size, so that a step past its end is seen.
+template <class E>
+using Array = std::unique_ptr<E[]>;
+
+template <class E>
+Array<E> array_of(Index count) {
+  Array<E> x(new E[count]());
+  return x;
+}
+template <class T>
+Array<T> normal(Index count) {
+  Array<T> x = array_of<T>(count);
+  std::normal_distribution<T> draw;
+  for (Index i = 0; i < count; ++i) x[i] = draw(generator);
+  return x;
+}
+
+struct Shape {
+  Index B, H, Hkv, Lq, Lk, D, Dv;
+};
+
+Shape draw_shape() {
+  const Index group = draw(1, 3), Hkv = draw(1, 2);
+  const Index Lq = draw(0, 9) == 0 ? 0 : draw(1, 150), Lk = draw(0, 9) == 0 ? 0 : draw(1, 200);
+  return {draw(1, 2), group * Hkv, Hkv, Lq, Lk, draw(0, 9) == 0 ? 0 : draw(1, 70), draw(0, 9) == 0 ? 0 : draw(1, 70)};
+}
+
+// Random tensors for the kinds of a mask, in the order in which they take them.
+class MaskTensors {
+ public:
+  MaskTensors(const MaskSpec& spec, const Shape& s) {
+    for (const MaskLeaf& leaf : spec.leaves)
+      for (const DataInfo& info : kind_info(leaf.kind).data) add(info, leaf, s);
+  }
+  const MaskData* data() const { return data_.data(); }
+
+ private:
+  static Index size(char axis, const MaskLeaf& leaf, const Shape& s) {
+    switch (axis) {
+      case 'B':
+        return s.B;
+      case 'H':
+        return s.H;
+      case 'k':
+        return s.Lk;
+      case 'r':
+        return (s.Lq + leaf.arguments[0] - 1) / leaf.arguments[0];
+      case 'c':
+        return (s.Lk + leaf.arguments[0] - 1) / leaf.arguments[0];
+      default:
+        return s.Lq;
+    }
+  }
+
+  void add(const DataInfo& info, const MaskLeaf& leaf, const Shape& s) {
+    MaskData data;
+    Index count = 1;
+    for (int axis = int(info.axes.size()) - 1; axis >= 0; --axis) {
+      data.strides[axis] = count;
+      count *= size(info.axes[axis], leaf, s);
+    }
+    if (info.is_integer) {
+      integers_.push_back(array_of<int64_t>(count));
+      for (Index i = 0; i < count; ++i) integers_.back()[i] = draw(-2, s.Lk + 2);
+      data.data = integers_.back().get();
+    } else {
+      flags_.push_back(array_of<bool>(count));
+      for (Index i = 0; i < count; ++i) flags_.back()[i] = draw(0, 1) == 1;
+      data.data = flags_.back().get();
+    }
+    data_.push_back(data);
+  }
+
+  std::vector<Array<int64_t>> integers_;
+  std::vector<Array<bool>> flags_;
+  std::vector<MaskData> data_;
+};
+
+template <class F>
+void run_all(Index tasks, size_t scratch_bytes, F&& f) {
+  Arena arena(scratch_bytes);
+  for (Index task = 0; task < tasks; ++task) {
+    arena.reset();
+    f(task, arena);
+  }
+}
+
+// One problem with all its operands, results and gradients.
+template <class T>
+class Trial {
+ public:
+  Trial(const Shape& shape, const std::string& mask) : s_(shape), spec_(parse_mask(mask)), tensors_(spec_, shape) {
+    p_.batch = s_.B, p_.heads = s_.H, p_.key_heads = s_.Hkv, p_.queries = s_.Lq, p_.keys = s_.Lk;
+    p_.width = s_.D, p_.value_width = s_.Dv;
+    p_.q = rows<const T>(q_.get(), s_.H, s_.Lq, s_.D);
+    p_.k = rows<const T>(k_.get(), s_.Hkv, s_.Lk, s_.D);
+    p_.v = rows<const T>(v_.get(), s_.Hkv, s_.Lk, s_.Dv);
+    p_.mask = {&spec_, tensors_.data(), int32_t(s_.Lq), int32_t(s_.Lk)};
+    p_.scale = T(0.3);
+    if (draw(0, 2) == 0) p_.softcap = T(2);
+    if (draw(0, 1)) p_.sinks = sinks_.get();
+    if (draw(0, 1)) add_bias();
+  }
+
+  bool run() {
+    forward();
+    const bool right = agrees();
+    if (draw(0, 1)) p_.dropout = {0.3, &seed_, false};
+    forward();
+    backward();
+    p_.dropout = {}, p_.value_width = 0;
+    weights();
+    summaries();
+    return right;
+  }
+
+ private:
+  template <class E>
+  static Matrices<E> rows(E* data, Index heads, Index length, Index width) {
+    return {data, heads * length * width, length * width, width};
+  }
+  static Tensor4 tensor4(void* data, const Index (&sizes)[4]) {
+    Tensor4 x{data, sizeof(T) == 8 ? Element::float64 : Element::float32, {}, {}};
+    Index stride = 1;
+    for (int axis = 3; axis >= 0; --axis) {
+      x.sizes[axis] = sizes[axis], x.strides[axis] = sizes[axis] == 1 ? 0 : stride;
+      stride *= sizes[axis];
+    }
+    return x;
+  }
+
+  // Over some axes it is repeated.
+  void add_bias() {
+    Index sizes[4] = {s_.B, s_.H, s_.Lq, s_.Lk}, count = 1;
+    for (Index& size : sizes) {
+      if (draw(0, 3) == 0) size = 1;
+      count *= size;
+    }
+    bias_ = normal<T>(count), grad_bias_ = array_of<T>(count);
+    p_.bias = tensor4(bias_.get(), sizes), grad_bias_view_ = tensor4(grad_bias_.get(), sizes);
+  }
+
+  void forward() {
+    const AttentionForward<T> kernel(p_, {rows<T>(out_.get(), s_.H, s_.Lq, s_.Dv), lse_.get()});
+    run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+  }
+
+  void backward() {
+    const ValueGradient<T, kBackwardRows, kBackwardVectors> source(s_.Dv);
+    BackwardResult<T> result = query_key_bias();
+    result.grad_value = rows<T>(grad_v_.get(), s_.Hkv, s_.Lk, s_.Dv);
+    if (p_.sinks) result.grad_sinks = grad_sinks_.get();
+    backward_from(source,
+                  {rows<const T>(out_.get(), s_.H, s_.Lq, s_.Dv), rows<const T>(grad_out_.get(), s_.H, s_.Lq, s_.Dv),
+                   lse_.get(), grad_lse_.get()},
+                  result);
+  }
+
+  void weights() {
+    for (const bool average : {false, true}) {
+      const AttentionWeights<T> kernel(p_, lse_.get(), weights_.get(), average);
+      run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+    }
+    const DenseGradient<T, AttentionBackward<T>::kWidth> source(
+        tensor4(grad_weights_.get(), {s_.B, s_.H, s_.Lq, s_.Lk}), T(1));
+    weights_backward(source);
+  }
+
+  void summaries() {
+    const AttentionSummaries<T> kernel(p_, lse_.get(),
+                                       {column_sum_.get(), entropy_.get(), maximum_.get(), argmax_.get()});
+    run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+    for (Index task = 0; task < kernel.finish_tasks(); ++task) kernel.finish(task);
+    const SummaryGradient<T, AttentionBackward<T>::kWidth> source(
+        p_, {column_sum_.get(), entropy_.get(), maximum_.get(), argmax_.get()});
+    weights_backward(source);
+  }
+
+  void weights_backward(const typename AttentionBackward<T>::Source& source) {
+    BackwardResult<T> result = query_key_bias();
+    result.negative_rows = grad_lse_.get();
+    backward_from(source, {{}, {}, lse_.get(), nullptr}, result);
+  }
+
+  BackwardResult<T> query_key_bias() {
+    BackwardResult<T> result;
+    if (draw(0, 3)) result.grad_query = rows<T>(grad_q_.get(), s_.H, s_.Lq, s_.D);
+    if (draw(0, 3)) result.grad_key = rows<T>(grad_k_.get(), s_.Hkv, s_.Lk, s_.D);
+    if (p_.bias.defined() && draw(0, 3)) result.grad_bias = grad_bias_view_;
+    return result;
+  }
+
+  void backward_from(const typename AttentionBackward<T>::Source& source, const BackwardInput<T>& input,
+                     const BackwardResult<T>& result) {
+    if (s_.Lq == 0) return;
+    const AttentionBackward<T> kernel(p_, input, result, source);
+    for (Index task = 0; task < kernel.prepare_tasks(); ++task) kernel.prepare(task);
+    run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+    for (Index task = 0; task < kernel.finish_tasks(); ++task) kernel.finish(task);
+  }
+
+  double score(Index b, Index h, Index i, Index j) const {
+    const Tensor4& x = p_.bias;
+    const T *q = p_.q.at(b, h) + i * s_.D, *k = p_.k.at(b, h / p_.group()) + j * s_.D;
+    double s = 0;
+    for (Index d = 0; d < s_.D; ++d) s += double(q[d]) * double(k[d]);
+    s *= double(p_.scale);
+    if (p_.softcap > 0) s = double(p_.softcap) * std::tanh(s / double(p_.softcap));
+    if (!x.defined()) return s;
+    return s + double(bias_[b * x.strides[0] + h * x.strides[1] + i * x.strides[2] + j * x.strides[3]]);
+  }
+
+  // out and lse of one row, from the formula.
+  bool row_agrees(Index b, Index h, Index i) const {
+    const Mask mask(p_.mask, b, h);
+    std::vector<double> sums(s_.Dv, 0.0);
+    double total = p_.sinks ? std::exp(double(p_.sinks[h])) : 0.0;
+    for (Index j = 0; j < s_.Lk; ++j) {
+      const int32_t row = int32_t(i), key = int32_t(j);
+      int32_t visible = -1;
+      const Tile one{&row, 1, row, row, key, key};
+      if (mask.cover(one) == Cover::some) mask.fill<1>(one, &visible);
+      if (mask.cover(one) == Cover::none || !visible) continue;
+      const double p = std::exp(score(b, h, i, j));
+      total += p;
+      for (Index d = 0; d < s_.Dv; ++d) sums[d] += p * double(p_.v.at(b, h / p_.group())[j * s_.Dv + d]);
+    }
+    const Index row = (b * s_.H + h) * s_.Lq + i;
+    bool right = total == 0 ? std::isinf(lse_[row]) : std::abs(double(lse_[row]) - std::log(total)) < 1e-3;
+    for (Index d = 0; d < s_.Dv; ++d)
+      right &= std::abs(double(out_[row * s_.Dv + d]) - (total > 0 ? sums[d] / total : 0)) < 1e-3;
+    return right;
+  }
+
+  bool agrees() const {
+    for (Index row = 0; row < s_.B * s_.H * s_.Lq; ++row)
+      if (!row_agrees(row / s_.Lq / s_.H, row / s_.Lq % s_.H, row % s_.Lq)) return false;
+    return true;
+  }
+
+  Shape s_;
+  MaskSpec spec_;
+  MaskTensors tensors_;
+  Problem<T> p_;
+  Index all_rows_ = s_.B * s_.H * s_.Lq, all_keys_ = s_.B * s_.Hkv * s_.Lk, all_pairs_ = all_rows_ * s_.Lk;
+  Array<T> q_ = normal<T>(all_rows_ * s_.D), k_ = normal<T>(all_keys_ * s_.D), v_ = normal<T>(all_keys_ * s_.Dv);
+  Array<T> sinks_ = normal<T>(s_.H), bias_, grad_bias_;
+  Tensor4 grad_bias_view_;
+  Array<T> out_ = array_of<T>(all_rows_ * s_.Dv), lse_ = array_of<T>(all_rows_);
+  Array<T> grad_out_ = normal<T>(all_rows_ * s_.Dv), grad_lse_ = normal<T>(all_rows_);
+  Array<T> grad_q_ = array_of<T>(all_rows_ * s_.D), grad_k_ = array_of<T>(all_keys_ * s_.D);
+  Array<T> grad_v_ = array_of<T>(all_keys_ * s_.Dv), grad_sinks_ = array_of<T>(s_.H);
+  Array<T> weights_ = array_of<T>(all_pairs_), grad_weights_ = normal<T>(all_pairs_);
+  Array<T> column_sum_ = array_of<T>(s_.B * s_.H * s_.Lk), entropy_ = array_of<T>(all_rows_);
+  Array<T> maximum_ = array_of<T>(all_rows_);
+  Array<int64_t> argmax_ = array_of<int64_t>(all_rows_);
+  int64_t seed_ = 7;
+};
+
+const char* const kMasks[] = {"",
+                              "causal",
+                              "causal(upper_left)",
+                              "sliding_window(20, 3)",
+                              "sliding_window(unbounded, -2)",
+                              "dilated(3)",
+                              "ranges",
+                              "dense",
+                              "block_sparse(16)",
+                              "padding",
+                              "padding & query_padding",
+                              "prefix_lm",
+                              "causal & (document | global_tokens)"};
+
+template <class T>
+int run_trials(int rounds) {
+  int wrong = 0;
+  for (int round = 0; round < rounds; ++round)
+    for (const std::string mask : kMasks) {
+      Shape shape = draw_shape();
+      if (mask.find("document") != std::string::npos) shape.Lk = shape.Lq;
+      if (Trial<T>(shape, mask).run()) continue;
+      ++wrong;
+      std::printf("wrong: B %d H %d/%d, %d x %d, D %d, Dv %d, mask '%s', %d bytes\n", int(shape.B), int(shape.H),
+                  int(shape.Hkv), int(shape.Lq), int(shape.Lk), int(shape.D), int(shape.Dv), mask.c_str(),
+                  int(sizeof(T)));
+    }
+  return wrong;
+}
+
+}  // namespace
+}  // namespace attention_ops
+
+int main(int, char** arguments) {
+  const int rounds = arguments[1] ? std::atoi(arguments[1]) : 20;
+  const int wrong = attention_ops::run_trials<float>(rounds) + attention_ops::run_trials<double>(rounds);
+  std::printf("%d-byte vectors, %d rounds: %d wrong\n", attention_ops::kVectorBytes, rounds, wrong);
+  return wrong != 0;
+}

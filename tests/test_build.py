@@ -1,0 +1,67 @@
+"""What is shipped, and what a reader is told when libraries and torch do not fit together."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "attention_ops"
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The sources alone, as a checkout has them."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("attention_ops", "csrc"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"))
+    return folder
+
+
+def test_the_source_archive_holds_all_that_a_build_needs(copy: pathlib.Path) -> None:
+    pytest.importorskip("setuptools", "77")
+    command = [sys.executable, "setup.py", "--quiet", "sdist"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (archive,) = (copy / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    wanted |= {f"attention_ops/{path.name}" for path in PACKAGE.glob("*.py")}
+    assert wanted | {"setup.py", "pyproject.toml", "README.md"} <= names
+    assert not [name for name in names if name.endswith((".so", "_build.json"))]
+
+
+def import_error(folder: pathlib.Path, **environment: str) -> str:
+    """The last line of what an import of the package in `folder` says."""
+    code = "import os, sys; sys.path.insert(0, sys.argv[1]); os.environ.update(eval(sys.argv[2])); import attention_ops"
+    command = [sys.executable, "-c", code, str(folder), repr(environment)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode != 0
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_libraries_that_were_never_built(copy: pathlib.Path) -> None:
+    message = import_error(copy)
+    assert message.startswith("ImportError: attention_ops: expected its compiled libraries")
+    assert "pip install --no-build-isolation" in message
+
+
+def test_libraries_for_another_torch(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(copy / "attention_ops", tmp_path / "attention_ops")
+    built = json.loads((PACKAGE / "_build.json").read_text())
+    (tmp_path / "attention_ops" / "_build.json").write_text(json.dumps({**built, "torch": "1.2.3"}))
+    message = import_error(tmp_path)
+    assert "expected torch 1.2, for which it was compiled, got" in message
+
+
+def test_an_instruction_set_that_is_not_there() -> None:
+    message = import_error(ROOT, ATTENTION_OPS_ISA="abacus")
+    assert "expected ATTENTION_OPS_ISA one of baseline" in message
+    assert message.endswith("got abacus")

@@ -1,0 +1,35 @@
+"""The examples in the docstrings run, and every public name has one."""
+
+import doctest
+import importlib
+import inspect
+import pathlib
+
+import pytest
+
+import attention_ops
+from attention_ops import masks, reference, visualize
+
+FOLDER = pathlib.Path(attention_ops.__file__).parent
+MODULES = [*sorted(f"attention_ops.{path.stem}" for path in FOLDER.glob("[!_]*.py")), "attention_ops._library"]
+PUBLIC = [
+    getattr(module, name)
+    for module in (attention_ops, masks, reference, visualize)
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name))
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+@pytest.mark.parametrize("function", PUBLIC, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_every_public_function_has_an_example(function):
+    assert doctest.DocTestFinder(recurse=False).find(function)[0].examples
+
+
+def test_all_names_are_there():
+    for module in (attention_ops, masks, reference, visualize):
+        assert all(hasattr(module, name) for name in module.__all__)

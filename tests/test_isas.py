@@ -1,0 +1,62 @@
+"""Instruction sets: a part of the suite under each of those that this machine runs, and how one is chosen."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from processes import ROOT, run_alone
+
+import attention_ops
+from attention_ops import _isas
+
+BUILT = attention_ops.build_info()["isas"]
+
+
+def reason_to_skip(isa: str) -> str | None:
+    if isa not in _isas.buildable():
+        return f"{isa} is for another kind of machine"
+    if isa not in BUILT:
+        return f"{isa} was not built: {BUILT}"
+    if isa not in _isas.runnable():
+        return f"this processor lacks {sorted(_isas.ISAS[isa].needs - _isas.processor_flags())}"
+    if isa == attention_ops.isa():
+        return f"the whole suite runs under {isa}"
+    return None
+
+
+@pytest.mark.parametrize("isa", _isas.ISAS)
+def test_the_suite_under(isa):
+    if "ATTENTION_OPS_ISA" in os.environ:
+        pytest.skip(f"the whole suite runs under ATTENTION_OPS_ISA={os.environ['ATTENTION_OPS_ISA']}")
+    if reason := reason_to_skip(isa):
+        pytest.skip(reason)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "every_isa", "-p", "no:cacheprovider", "tests"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**variables, "ATTENTION_OPS_ISA": isa, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("isa", [isa for isa in _isas.ISAS if isa in BUILT and isa in _isas.runnable()])
+def test_one_can_be_forced(isa):
+    assert run_alone("import attention_ops; print(attention_ops.isa())", ATTENTION_OPS_ISA=isa) == isa
+
+
+def test_an_unknown_one_is_refused_in_one_sentence():
+    code = "import attention_ops"
+    with pytest.raises(
+        AssertionError, match=r"ImportError: attention_ops: expected ATTENTION_OPS_ISA one of .*, got mmx"
+    ):
+        run_alone(code, ATTENTION_OPS_ISA="mmx")
+
+
+def test_the_best_one_is_the_default():
+    variables = {"ATTENTION_OPS_ISA": ""}
+    best = [isa for isa in _isas.runnable() if isa in BUILT][-1]
+    assert run_alone("import attention_ops; print(attention_ops.isa())", **variables) == best

@@ -1,0 +1,263 @@
+"""What torch asks of an operator: opcheck, compile, export, autocast, meta tensors, copies, checkpoints."""
+
+import copy
+
+import cases
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import attention_ops
+from attention_ops import masks
+
+OPS = torch.ops.attention_ops
+OPTIONS = [  # memory layout, every option or none, requires_grad
+    ("contiguous", False, True),
+    ("contiguous", True, False),
+    ("transposed", True, True),
+    ("sliced", False, False),
+    ("sliced", True, True),
+]
+
+
+def shared(strides: str, rich: bool, requires_grad: bool, value_width: int = 3) -> list:
+    """The arguments that every private operator starts with."""
+    sizes = ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, value_width))
+    query, key, value = (cases.strided(size, torch.float32, strides).requires_grad_(requires_grad) for size in sizes)
+    bias = torch.randn(1, 4, 5, 1).requires_grad_(requires_grad) if rich else None
+    sinks = torch.randn(4).requires_grad_(requires_grad) if rich else None
+    data = [torch.tensor([7, 4]), torch.rand(2, 1, 5, 7) < 0.8] if rich else []
+    dropout = (0.25, torch.tensor([5])) if rich and value_width else (0.0, None)
+    return [query, key, value, bias, sinks, data, "causal & padding | dense" if rich else "", 0.3, 1.5, *dropout]
+
+
+def plain(args: list) -> list:
+    return [a.detach() if isinstance(a, Tensor) else a for a in args]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_opcheck_attention(options):
+    args = shared(*options)
+    torch.library.opcheck(OPS._attention_forward.default, args)
+    out, lse = OPS._attention_forward(*plain(args))
+    rich, grad_out = options[1], torch.randn(2, 5, 4, 3).transpose(1, 2)
+    for *grads, needed in (
+        (grad_out, None, [True, True, True, rich, rich]),
+        (None, torch.randn_like(lse), [False, True, False, rich, False]),
+    ):
+        torch.library.opcheck(OPS._attention_backward.default, (*plain(args), out, lse, *grads, needed))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_opcheck_weights(options):
+    average = options[0] == "transposed"
+    args = shared(*options, value_width=0)
+    args[4] = None  # sinks act through lse
+    lse = torch.randn(2, 4, 5).requires_grad_(options[2])
+    chosen = (torch.tensor([0, 1, 2, 3]), torch.tensor([4, 0, 1, 2, 3])) if options[1] else (None, None)
+    torch.library.opcheck(OPS._attention_weights.default, (*args, lse, *chosen, 5, average))
+    grad = torch.randn(2, 5, 7) if average else torch.randn(2, 4, 5, 7)
+    needed = [True, True, options[1], True]
+    args = (*plain(args), lse.detach(), *chosen, 5, average, grad, needed)
+    torch.library.opcheck(OPS._attention_weights_backward.default, args)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_opcheck_summaries(options):
+    args = shared(*options, value_width=0)
+    args[4] = None
+    lse = torch.randn(2, 4, 5).requires_grad_(options[2])
+    torch.library.opcheck(OPS._attention_summaries.default, (*args, lse))
+    args, lse = plain(args), lse.detach()
+    argmax = OPS._attention_summaries(*args, lse)[3]
+    for grads in ((torch.randn(2, 4, 7), None, None), (None, torch.randn(2, 4, 5), torch.randn(2, 4, 5))):
+        needed = [True, True, options[1], True]
+        torch.library.opcheck(OPS._attention_summaries_backward.default, (*args, lse, argmax, *grads, needed))
+
+
+@pytest.mark.parametrize("seed", [torch.tensor([3]), torch.tensor([[3, 0], [4, 9]])], ids=str)
+def test_opcheck_dropout_mask(seed):
+    torch.library.opcheck(OPS._dropout_mask.default, (seed, 2, 3, 5, 9, 0.25))
+    torch.library.opcheck(OPS.dropout_mask.default, (seed, 2, 3, 5, 9, 0.25))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_opcheck_public_operators():
+    query, key, value, bias, sinks, data, mask = shared("contiguous", True, True)[:7]
+    torch.library.opcheck(OPS.attention.default, (query, key, value, bias, sinks, data, mask, 0.3, 1.5))
+    torch.library.opcheck(OPS.attention_weights.default, (query, key, bias, sinks, data, mask))
+    torch.library.opcheck(OPS.attention_summaries.default, (query, key, bias, sinks, data, mask))
+
+
+def with_gradients(function, tensors: list[Tensor]) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def lengths_of(batch: int, length: int) -> Tensor:
+    return torch.arange(batch) * 3 % length + 1
+
+
+FUNCTIONS = {
+    "plain": lambda q, k, v: attention_ops.attention(q, k, v),
+    "causal": lambda q, k, v: attention_ops.attention(q, k, v, mask=masks.causal()),
+    "text": lambda q, k, v: attention_ops.attention(q, k, v, mask="causal & sliding_window(9, 0)", softcap=2.0),
+    "padding": lambda q, k, v: attention_ops.attention(
+        q, k, v, mask=masks.causal() & masks.padding(lengths_of(q.shape[0], q.shape[2]))
+    ),
+    "seeded": lambda q, k, v: attention_ops.attention(q, k, v, dropout_p=0.3, seed=torch.tensor([4])),
+    "sdpa": lambda q, k, v: attention_ops.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "weights": lambda q, k, v: attention_ops.attention_weights(q, k, mask="causal") @ v,
+    "summaries": lambda q, k, v: sum(s.sum() for s in attention_ops.attention_summaries(q, k)) + v.sum(),
+}
+
+
+@pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in FUNCTIONS), ("padding", "inductor")])
+def test_compiled_equals_eager_without_breaks_or_recompilations(name, backend):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(FUNCTIONS[name], backend=counter, fullgraph=True, dynamic=True)
+    lengths, count = ((2, 33), (3, 40), (4, 65), (2, 130)), None
+    for batch, length in lengths:
+        tensors = [torch.randn(batch, 4, length, 16) for _ in range(3)]
+        with torch._dynamo.config.patch(error_on_recompile=count is not None):
+            ours = with_gradients(compiled, tensors)
+        count = counter.frame_count if count is None else count
+        for a, b in zip(ours, with_gradients(FUNCTIONS[name], tensors), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == count
+
+
+def test_compiled_dropout_follows_manual_seed():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: attention_ops.attention(x, x, x, dropout_p=0.5), backend="aot_eager", fullgraph=True
+    )
+    x, outs = torch.randn(1, 2, 20, 8), []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        outs.append(compiled(x))
+    assert torch.equal(outs[0], outs[2])
+    assert not torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype, compiled):
+    """Float32 inputs are computed in the half type, gradients come back in float32."""
+    torch._dynamo.reset()
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention_ops.attention(query, key, value, mask="causal")
+
+    call = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
+    leaves = [torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3)]
+    with torch.autocast("cpu", dtype=dtype):
+        out = call(*leaves)
+    assert out.dtype == dtype
+    assert torch.equal(out, function(*(t.to(dtype) for t in leaves)))
+    out.sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in leaves)
+
+
+def test_autocast_of_mixed_types_and_of_float64():
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention_ops.attention(query, key, key).dtype == torch.bfloat16
+        assert attention_ops.attention_weights(query, key).dtype == torch.bfloat16
+        assert attention_ops.attention(*[query.double()] * 3).dtype == torch.float64
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(8, 24)
+        self.mask = masks.causal()
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).unflatten(-1, (3, 2, 4)).movedim(-3, 0).transpose(-3, -2)
+        return attention_ops.attention(query, key, value, mask=self.mask)
+
+
+def test_export_with_a_dynamic_length():
+    length = torch.export.Dim("length", min=2, max=4096)
+    exported = torch.export.export(Layer(), (torch.randn(2, 9, 8),), dynamic_shapes={"x": {1: length}})
+    for program in (exported, exported.run_decompositions()):
+        names = [str(node.target) for node in program.graph.nodes if "attention_ops" in str(node.target)]
+        assert len(names) == 1
+        for size in (9, 30, 100):
+            x = torch.randn(2, size, 8)
+            layer = Layer()
+            layer.load_state_dict(dict(program.state_dict))
+            torch.testing.assert_close(program.module()(x), layer(x))
+
+
+def test_modules_with_masks_are_copied():
+    layer = Layer()
+    x = torch.randn(1, 5, 8)
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+def test_masks_with_data_are_copied():
+    mask = masks.causal() & masks.padding(torch.tensor([3]))
+    twin = copy.deepcopy(mask)
+    assert twin.spec == mask.spec
+    assert twin.data[0] is not mask.data[0]
+    assert torch.equal(twin.dense(1, 1, 4, 4), mask.dense(1, 1, 4, 4))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_inside_a_module(reentrant):
+    layer, x = Layer(), torch.randn(2, 9, 8, requires_grad=True)
+    layer(x).square().sum().backward()
+    wanted, x.grad = x.grad, None
+    checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    assert torch.equal(x.grad, wanted)
+
+
+@pytest.mark.parametrize("strides", cases.AXES["strides"])
+def test_meta_tensors_have_the_shapes_types_and_strides_of_real_ones(strides):
+    inputs = cases.make(cases.Case(cases.Shape(2, 4, 2, 5, 7, 8, 3), bias="bias", sinks=True, strides=strides))
+
+    def everything(device: str) -> list[Tensor]:
+        tensors = {name: t.detach().to(device).requires_grad_() for name, t in inputs.tensors.items()}
+        out, lse = attention_ops.attention(**tensors, return_lse=True)
+        grads = torch.autograd.grad(out.sum() + lse.sum(), list(tensors.values()))
+        tensors.pop("value")
+        weights = attention_ops.attention_weights(**tensors)
+        return [out, lse, *grads, weights, *attention_ops.attention_summaries(**tensors)]
+
+    for real, meta in zip(everything("cpu"), everything("meta"), strict=True):
+        assert meta.device.type == "meta"
+        assert (real.shape, real.dtype, real.stride()) == (meta.shape, meta.dtype, meta.stride())
+
+
+def test_inference_mode_and_no_grad():
+    query = torch.randn(1, 2, 5, 8, requires_grad=True)
+    wanted = attention_ops.attention(query, query, query).detach()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out = attention_ops.attention(query, query, query)
+        assert out.grad_fn is None
+        assert torch.equal(out, wanted)
+
+
+def test_an_input_changed_in_place_is_noticed():
+    query = torch.randn(1, 1, 3, 4, requires_grad=True)
+    key = torch.randn(1, 1, 3, 4)
+    out = attention_ops.attention(query, key, key)
+    key.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_second_backward_needs_retain_graph():
+    query = torch.randn(1, 1, 3, 4, requires_grad=True)
+    out = attention_ops.attention(query, query, query)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out.sum().backward()
