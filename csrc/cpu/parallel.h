@@ -2,6 +2,7 @@
 // not.
 #pragma once
 #include <ATen/Parallel.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -11,6 +12,9 @@
 namespace attention_ops {
 
 constexpr double kSerialOperations = 2e6;  // less arithmetic than this is over before other threads have woken up
+
+// A forked child has none of its parent's threads, and OpenMP would wait for them: it works alone.
+inline const pid_t process_at_load = getpid();
 
 // `operations` is about what all tasks together cost.
 template <class F>
@@ -24,7 +28,7 @@ void run_tasks(Index tasks, double operations, size_t scratch_bytes, F&& f) {
     }
   };
   const Index threads = operations < kSerialOperations ? 1 : std::min<Index>(at::get_num_threads(), tasks);
-  if (threads <= 1 || at::in_parallel_region()) return work();
+  if (threads <= 1 || at::in_parallel_region() || getpid() != process_at_load) return work();
   at::parallel_for(0, threads, 1, [&](Index begin, Index end) {
     for (Index n = begin; n < end; ++n) work();
   });

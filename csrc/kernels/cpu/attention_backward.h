@@ -60,7 +60,7 @@ class AttentionBackward {
   };
   // What a task is working on: its groups, and the keys and heads of the moment.
   struct Work {
-    Index key_group, query_group, key;
+    Index owner, key_group, query_group, key;
     int keys;
     bool keys_finite;
   };
@@ -86,14 +86,15 @@ class AttentionBackward {
   Index key_tasks() const { return p_.batch * p_.key_heads * plan_.key_blocks; }
   Index head(Index b, Index h) const { return b * p_.heads + h; }
   Index row_of(Index b, Index h, Index panel) const { return (head(b, h) * plan_.panels + panel) * kWidth; }
-  T* dq_panel(Index group, Index row) const {
-    return shared_.dq_t + (group * p_.batch * p_.heads * plan_.panels * kWidth + row) * p_.width;
-  }
+  T* dq_panel(Index group, Index row) const { return shared_.dq_t + (group * all_rows() + row) * p_.width; }
+  T* row_sums(Index group, Index row) const { return shared_.row_sums + group * all_rows() + row; }
+  Index all_rows() const { return p_.batch * p_.heads * plan_.panels * kWidth; }
 
   void pad_rows(T* to, const T* from, Index stride, int rows, Index width) const;
   PaddedRows<T> rows_of(const T* padded_rows, const Matrices<const T>& natural, Index b, Index h, Index panel,
                         Index width) const;
-  void run_block(const Work& work, Scratch& w, Index batch_owner, Index head_owner) const;
+  void clear_rows(const Work& work) const;
+  void run_block(const Work& work, Scratch& w) const;
   void run_head(const Work& work, Scratch& w, Index b, Index h) const;
   void run_tile(const Work& work, Scratch& w, const Site<T>& site, const Panels& panel, Index number) const;
   void add_tile(const Work& work, const Scratch& w, const Site<T>& site, const Panels& panel, Index number) const;

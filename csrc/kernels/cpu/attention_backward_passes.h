@@ -55,37 +55,40 @@ void AttentionBackward<T>::run(Index task, Arena& arena) const {
   Scratch w;
   Pieces pieces(&arena);
   take(w, pieces);
-  const Index owners = plan_.batches * plan_.key_heads, owner = task % owners, group = task / owners;
-  Work work{group % plan_.key_groups, group / plan_.key_groups, 0, 0, false};
-  const Index batch_owner = owner / plan_.key_heads, head_owner = owner % plan_.key_heads;
-  if (shared_.dq_t || shared_.row_sums)
-    for (Index b = plan_.batches == 1 ? 0 : batch_owner; b < (plan_.batches == 1 ? p_.batch : batch_owner + 1); ++b)
-      for (Index h = 0; h < p_.heads; ++h) {
-        if (plan_.key_heads > 1 && h / p_.group() != head_owner) continue;
-        for (Index n = plan_.first_panel(work.query_group); n < plan_.first_panel(work.query_group + 1); ++n) {
-          const Index row = row_of(b, h, n), rows = p_.batch * p_.heads * plan_.panels * kWidth;
-          if (shared_.dq_t) std::fill_n(dq_panel(work.key_group, row), kWidth * p_.width, T(0));
-          if (shared_.row_sums) std::fill_n(shared_.row_sums + work.key_group * rows + row, kWidth, T(0));
-        }
-      }
+  const Index owner = task % plan_.owners(), group = task / plan_.owners();
+  Work work{owner, group % plan_.key_groups, group / plan_.key_groups, 0, 0, false};
+  clear_rows(work);
   for (Index block = 0; block < plan_.key_blocks; ++block) {
     if (plan_.group_of_block(block) != work.key_group) continue;
     work.key = block * kTileKeys;
     work.keys = int(std::min<Index>(kTileKeys, p_.keys - work.key));
-    run_block(work, w, batch_owner, head_owner);
+    run_block(work, w);
   }
+}
+
+// The rows' partial sums of one task.
+template <class T>
+void AttentionBackward<T>::clear_rows(const Work& work) const {
+  const auto [first_batch, last_batch] = plan_.batches_of(work.owner, p_);
+  const auto [first_head, last_head] = plan_.key_heads_of(work.owner, p_);
+  const Index rows = (plan_.first_panel(work.query_group + 1) - plan_.first_panel(work.query_group)) * kWidth;
+  for (Index b = first_batch; b < last_batch; ++b)
+    for (Index h = first_head * p_.group(); h < last_head * p_.group(); ++h) {
+      const Index row = row_of(b, h, plan_.first_panel(work.query_group));
+      if (shared_.dq_t) std::fill_n(dq_panel(work.key_group, row), rows * p_.width, T(0));
+      if (shared_.row_sums) std::fill_n(row_sums(work.key_group, row), rows, T(0));
+    }
 }
 
 // One key block, over all batches and heads of its owner.
 template <class T>
-void AttentionBackward<T>::run_block(const Work& work, Scratch& w, Index batch_owner, Index head_owner) const {
-  const bool all_batches = plan_.batches < p_.batch, all_heads = plan_.key_heads < p_.key_heads;
-  const Index first_batch = all_batches ? 0 : batch_owner, batches = all_batches ? p_.batch : 1;
-  const Index first_head = all_heads ? 0 : head_owner, heads = all_heads ? p_.key_heads : 1;
+void AttentionBackward<T>::run_block(const Work& work, Scratch& w) const {
+  const auto [first_batch, last_batch] = plan_.batches_of(work.owner, p_);
+  const auto [first_head, last_head] = plan_.key_heads_of(work.owner, p_);
   bias_.start(w.bias);
   Work now = work;
-  for (Index b = first_batch; b < first_batch + batches; ++b)
-    for (Index hk = first_head; hk < first_head + heads; ++hk) {
+  for (Index b = first_batch; b < last_batch; ++b)
+    for (Index hk = first_head; hk < last_head; ++hk) {
       if (w.dk) std::fill_n(w.dk, kTileKeys * padded(p_.width), T(0));
       if (w.dv) std::fill_n(w.dv, kTileKeys * padded(p_.value_width), T(0));
       now.keys_finite = all_finite(p_.k.at(b, hk) + now.key * p_.k.row_stride, p_.k.row_stride, now.keys, p_.width);
@@ -132,7 +135,7 @@ void AttentionBackward<T>::run_tile(const Work& work, Scratch& w, const Site<T>&
   score_gradient(w, row, panel.count);
   if (bias_.on()) bias_.add(w.bias, w.tile, w.dp, site.h, number);
   if (shared_.row_sums) {
-    T* sums = shared_.row_sums + work.key_group * p_.batch * p_.heads * plan_.panels * kWidth + row;
+    T* sums = row_sums(work.key_group, row);
     each_vector<T, kWidth>(w.tile, [&](Index n, int lane) { store(sums + lane, load(sums + lane) + load(w.dp + n)); });
   }
   if (w.tile.slope)
@@ -277,7 +280,7 @@ template <class T>
 void AttentionBackward<T>::finish_panel(Index task) const {
   const Index number = task % plan_.panels, bh = task / plan_.panels, b = bh / p_.heads, h = bh % p_.heads;
   const Index first = number * kWidth, row = row_of(b, h, number);
-  const Index count = std::min<Index>(kWidth, p_.queries - first), rows = p_.batch * p_.heads * plan_.panels * kWidth;
+  const Index count = std::min<Index>(kWidth, p_.queries - first);
   if (shared_.dq_t) {
     T* sum = dq_panel(0, row);
     for (Index g = 1; g < plan_.key_groups; ++g)
@@ -290,7 +293,7 @@ void AttentionBackward<T>::finish_panel(Index task) const {
   if (shared_.row_sums)
     for (Index q = 0; q < count; ++q) {
       T sum = 0;
-      for (Index g = 0; g < plan_.key_groups; ++g) sum -= shared_.row_sums[g * rows + row + q];
+      for (Index g = 0; g < plan_.key_groups; ++g) sum -= row_sums(g, row)[q];
       result_.negative_rows[bh * p_.queries + first + q] = sum;
     }
 }

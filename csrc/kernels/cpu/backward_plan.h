@@ -1,6 +1,8 @@
 // How the backward pass is cut into tasks, and the memory its passes share. All of it depends on shapes alone, never on
 // the number of threads, so that results are the same bits for any number of them.
 #pragma once
+#include <utility>
+
 #include "kernels/cpu/problem.h"
 
 namespace attention_ops {
@@ -31,7 +33,21 @@ struct BackwardPlan {
         key_groups(groups(kTasks, batches * key_heads, key_blocks / 2)),
         query_groups(groups(kTasks, batches * key_heads * key_groups, panels / 8)) {}
 
-  Index tasks() const { return batches * key_heads * key_groups * query_groups; }
+  Index tasks() const { return owners() * key_groups * query_groups; }
+  Index owners() const { return batches * key_heads; }
+
+  // The batches, and the key heads, of one owner.
+  template <class T>
+  std::pair<Index, Index> batches_of(Index owner, const Problem<T>& p) const {
+    const Index first = owner / key_heads;
+    return batches < p.batch ? std::pair<Index, Index>(0, p.batch) : std::pair<Index, Index>(first, first + 1);
+  }
+  template <class T>
+  std::pair<Index, Index> key_heads_of(Index owner, const Problem<T>& p) const {
+    const Index first = owner % key_heads;
+    return key_heads < p.key_heads ? std::pair<Index, Index>(0, p.key_heads)
+                                   : std::pair<Index, Index>(first, first + 1);
+  }
 
   // Blocks are dealt to and fro, which balances causal masks.
   Index group_of_block(Index block) const {
