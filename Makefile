@@ -54,7 +54,7 @@ format: environment  ## bring Python and C++ into the layout that lint checks
 	$(if $(CPP),$(CLANG_FORMAT) -i $(CPP))
 
 sanitize:  ## run the CPU kernels under the address and undefined-behaviour sanitizers
-	$(MAKE) -C tests/sanitize run BUILD=$(CURDIR)/build/sanitize
+	$(MAKE) -C tests/sanitize -j $(MAX_JOBS) run BUILD=$(CURDIR)/build/sanitize
 
 bench: build  ## measure against torch; tables and a picture in build/benchmarks
 	$(PIP) $(DEMO_NEEDS)

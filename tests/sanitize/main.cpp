@@ -241,9 +241,9 @@ class Trial {
     double total = p_.sinks ? std::exp(double(p_.sinks[h])) : 0.0;
     for (Index j = 0; j < s_.Lk; ++j) {
       const int32_t row = int32_t(i), key = int32_t(j);
-      int32_t visible = -1;
+      int32_t visible = -1, spare[kMaxMaskLeaves];
       const Tile one{&row, 1, row, row, key, key};
-      if (mask.cover(one) == Cover::some) mask.fill<1>(one, &visible);
+      if (mask.cover(one) == Cover::some) mask.fill<1>(one, &visible, spare, 1);
       if (mask.cover(one) == Cover::none || !visible) continue;
       const double p = std::exp(score(b, h, i, j));
       total += p;
