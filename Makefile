@@ -21,6 +21,8 @@ CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format as run; run()'
 
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 export MAX_JOBS ?= $(CORES)
+# A user's compiler may know warnings that ours does not; here a warning is an error.
+export ATTENTION_OPS_WERROR := 1
 # The package is built in place; scripts in other folders find it here.
 export PYTHONPATH := $(CURDIR)
 
@@ -71,4 +73,4 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:  ## remove what was built (not the environment)
-	rm -rf build demo *.egg-info attention_ops/*.so
+	rm -rf build demo *.egg-info attention_ops/*.so attention_ops/_build.json

@@ -4,7 +4,7 @@ from ._library import build_info, isa, load
 
 load()
 
-from . import masks, reference  # noqa: E402
+from . import masks, reference, visualize  # noqa: E402
 from .functional import (  # noqa: E402
     Summaries,
     attention,
@@ -27,4 +27,5 @@ __all__ = [
     "masks",
     "reference",
     "scaled_dot_product_attention",
+    "visualize",
 ]

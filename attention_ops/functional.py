@@ -52,8 +52,8 @@ def attention(
         sinks: [H], one more logit in the denominator of each head.
         scale: any finite number; 1/sqrt(D) if None.
         softcap: c > 0; none if None.
-        dropout_p: the probability of dropping a weight; kept ones are scaled by 1/(1 - p). Applied whenever it is
-            not 0: pass 0 in evaluation.
+        dropout_p: the probability of dropping a weight, in steps of 2^-16; kept ones are scaled by 1/(1 - p).
+            Applied whenever it is not 0: pass 0 in evaluation.
         seed: int64 [1], or [B, 2] with a seed and a batch number in each row; drawn from torch's generator if None.
         return_lse: whether to return lse [B, H, Lq] too (float32 for half types); it is differentiable.
 
@@ -72,7 +72,7 @@ def attention(
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762; computed as in Dao et al.,
     FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
-    spec, data = _spec_and_data(mask)
+    spec, data = _spec_and_data("attention", mask)
     out, lse = torch.ops.attention_ops.attention(
         query, key, value, bias, sinks, data, spec, scale, softcap, dropout_p, seed
     )
@@ -117,7 +117,7 @@ def attention_weights(
 
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762.
     """
-    spec, data = _spec_and_data(mask)
+    spec, data = _spec_and_data("attention_weights", mask)
     return torch.ops.attention_ops.attention_weights(
         query, key, bias, sinks, data, spec, scale, softcap, heads, rows, average
     )
@@ -161,7 +161,7 @@ def attention_summaries(
 
     Coverage: Tu et al., Modeling Coverage for Neural Machine Translation, 2016, https://arxiv.org/abs/1601.04811.
     """
-    spec, data = _spec_and_data(mask)
+    spec, data = _spec_and_data("attention_summaries", mask)
     return Summaries(*torch.ops.attention_ops.attention_summaries(query, key, bias, sinks, data, spec, scale, softcap))
 
 
@@ -246,7 +246,7 @@ def scaled_dot_product_attention(
 SDPA = "scaled_dot_product_attention"
 
 
-def _spec_and_data(mask: MaskLike) -> tuple[str, list[Tensor]]:
+def _spec_and_data(operator: str, mask: MaskLike) -> tuple[str, list[Tensor]]:
     if mask is None:
         return "", []
     if isinstance(mask, masks.Mask):
@@ -255,7 +255,7 @@ def _spec_and_data(mask: MaskLike) -> tuple[str, list[Tensor]]:
         return "dense", [mask]
     if isinstance(mask, str):
         return mask, []
-    raise TypeError(f"attention: expected mask a Mask, a str or a Tensor, got {type(mask).__name__}")
+    raise TypeError(f"{operator}: expected mask a Mask, a str or a Tensor, got {type(mask).__name__}")
 
 
 def _four_dimensions(

@@ -236,7 +236,10 @@ def blocked(mask: Tensor) -> Mask:
     >>> blocked(torch.tensor([True, False])).dense(1, 1, 1, 2)[0, 0].int().tolist()
     [[0, 1]]
     """
-    return dense(~_tensor("blocked", "mask", mask, rank=mask.dim() if isinstance(mask, Tensor) else 0))
+    mask = _tensor("blocked", "mask", mask, rank=mask.dim() if isinstance(mask, Tensor) else 0)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"blocked: expected mask dtype bool, got {mask.dtype}")
+    return dense(~mask)
 
 
 WITHOUT_DATA = {"causal": causal, "sliding_window": sliding_window, "dilated": dilated}

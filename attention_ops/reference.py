@@ -43,7 +43,8 @@ def attention(
         if seed is None:
             raise ValueError("reference.attention: expected seed with dropout, got None")
         kept = dropout_mask(seed, *weights.shape, dropout_p)
-        weights = weights * kept / (1 - dropout_p) if dropout_p < 1 else weights * 0
+        share = 1 - _dropped_of_65536(dropout_p) / 65536  # of the weights, on average, is kept
+        weights = weights * kept / share if share > 0 else weights * 0
     out = weights.to(value.dtype) @ _repeat(value, query.shape[1])
     return (out, lse) if return_lse else out
 
@@ -116,7 +117,11 @@ def dropout_mask(seed: Tensor, batch: int, heads: int, queries: int, keys: int, 
     words = philox(group, row, head, number & LOW, key & LOW, (key >> 32) & LOW)
     words = [word.expand(batch, heads, queries, len(group)) for word in words]
     halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)  # [B, H, Lq, groups, 8]
-    return (halves >= math.floor(dropout_p * 65536 + 0.5)).flatten(-2)[..., :keys]
+    return (halves >= _dropped_of_65536(dropout_p)).flatten(-2)[..., :keys]
+
+
+def _dropped_of_65536(dropout_p: float) -> int:
+    return math.floor(dropout_p * 65536 + 0.5)
 
 
 LOW = 0xFFFFFFFF

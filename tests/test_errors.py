@@ -190,6 +190,7 @@ CONSTRUCTORS = [
     (ValueError, lambda: masks.block_sparse(torch.ones(1, 1), 0), "block >= 1, got 0"),
     (ValueError, lambda: masks.dense(torch.ones(1, 1, 1, 1, 1)), "mask with at most 4 dimensions, got 5"),
     (TypeError, lambda: masks.blocked(None), "mask a Tensor, got NoneType"),
+    (TypeError, lambda: masks.blocked(torch.ones(2, 2)), "mask dtype bool, got torch.float32"),
     (ValueError, lambda: masks.parse("padding"), "an expression of causal, .*, got 'padding'"),
     (ValueError, lambda: visualize.heatmap(torch.ones(3)), r"weights with 2 or 3 dimensions .*, got 1"),
 ]

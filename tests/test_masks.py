@@ -1,6 +1,7 @@
 """Masks: every kind and every pair of kinds, against dense predicates; which tiles are visited; rules of the values."""
 
 import itertools
+import re
 
 import cases
 import pytest
@@ -195,3 +196,13 @@ def test_text_stands_for_its_mask():
 def test_a_window_of_w_keys_has_w_keys(window):
     counts = seen(cases.Shape(1, 1, 1, 10, 10, 1, 1), masks.sliding_window(window - 1, 0)).sum(-1)[0, 0]
     assert counts.tolist() == [min(i + 1, window) for i in range(10)]
+
+
+def test_the_grid_has_every_kind():
+    """A kind that C++ knows and cases.py does not would be tested nowhere."""
+    with pytest.raises(ValueError, match="expected mask kind") as error:
+        attention_ops.attention(*torch.zeros(3, 1, 1, 2, 4), mask="no_such_kind")
+    kinds = str(error.value).split("expected mask kind ")[1].split(", got")[0].split(", ")
+    specs = " ".join(make(SQUARE).spec for make in ALL.values())
+    missing = [kind for kind in kinds if not re.search(rf"\b{kind}\b", specs)]
+    assert not missing

@@ -30,7 +30,7 @@ MAY_INCLUDE = {
 }
 # What each module of the package may import of the others.
 MAY_IMPORT = {
-    "__init__": {"_library", "functional", "masks", "reference"},
+    "__init__": {"_library", "functional", "masks", "reference", "visualize"},
     "_isas": set(),
     "_library": {"_isas"},
     "masks": set(),

@@ -13,14 +13,12 @@ Tensor weights_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt 
     Loaded<T> loaded(a);
     const Problem<T>& p = loaded.problem;
     loaded.place(heads, rows, queries.expect_int());
-    std::vector<Index> sizes{p.batch, p.queries, p.keys};
-    if (!average) sizes.insert(sizes.begin() + 1, p.heads);
-    const Tensor out = at::zeros(sizes, a.query.options().dtype(kScalarType<T>));
+    const Tensor out = at::empty({p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.options());
     const Vector<T> lse_rows(lse);
-    const AttentionWeights<T> kernel(p, lse_rows.data(), out.mutable_data_ptr<T>(), average);
+    const AttentionWeights<T> kernel(p, lse_rows.data(), result_view4(out), average);
     run_tasks(kernel.tasks(), p.pair_operations(), kernel.scratch_bytes(),
               [&](Index task, Arena& arena) { kernel.run(task, arena); });
-    return out.to(a.query.scalar_type());
+    return average ? out.squeeze(1) : out;
   });
 }
 

@@ -31,7 +31,8 @@ void run_backward(const Problem<T>& problem, const BackwardInput<T>& input, Grad
                   const typename AttentionBackward<T>::Source& source) {
   if (problem.batch * problem.heads * problem.queries == 0) return gradients.clear();
   const AttentionBackward<T> kernel(problem, input, gradients.view(), source);
-  run_tasks(kernel.prepare_tasks(), problem.row_operations(), 0, [&](Index task, Arena&) { kernel.prepare(task); });
+  run_tasks(kernel.prepare_tasks(), problem.row_operations(), kernel.prepare_bytes(),
+            [&](Index task, Arena& arena) { kernel.prepare(task, arena); });
   run_tasks(kernel.tasks(), 2.5 * problem.pair_operations(), kernel.scratch_bytes(),
             [&](Index task, Arena& arena) { kernel.run(task, arena); });
   run_tasks(kernel.finish_tasks(), problem.row_operations(), 0, [&](Index task, Arena&) { kernel.finish(task); });

@@ -39,7 +39,11 @@ struct Dropout {
   bool per_row = false;
 
   bool on() const { return p > 0; }
-  double scale() const { return p < 1 ? 1 / (1 - p) : 0; }
+  // The inverse of the share that is kept, which is p to 16 bits.
+  double scale() const {
+    const uint32_t threshold = DropoutStream::threshold_of(p);
+    return threshold < 65536 ? 65536. / (65536 - threshold) : 0;
+  }
   DropoutStream stream(int64_t batch, int64_t head) const {
     const uint64_t key = static_cast<uint64_t>(per_row ? seed[2 * batch] : seed[0]);
     const uint64_t row = static_cast<uint64_t>(per_row ? seed[2 * batch + 1] : batch);

@@ -35,13 +35,18 @@ Tensor selected(const Tensor& x, int64_t dim, const Tensor& index) {
   return surely(x.sym_size(dim).sym_eq(1)) ? x : x.index_select(dim, index);
 }
 
-// Query, lse, bias and keys of some heads and rows. The mask's data stays whole.
+// Query, lse, bias, sinks and keys of some heads and rows. The mask's data stays whole.
 struct Selection {
   Tensor query, key, value, lse;
-  OptionalTensor bias;
+  OptionalTensor bias, sinks;
 
   Selection(const Inputs& inputs, const Tensor& lse_of_all)
-      : query(inputs.query), key(inputs.key), value(inputs.value), lse(lse_of_all), bias(inputs.bias) {}
+      : query(inputs.query),
+        key(inputs.key),
+        value(inputs.value),
+        lse(lse_of_all),
+        bias(inputs.bias),
+        sinks(inputs.sinks) {}
 
   void take(int64_t dim, const Tensor& index) {
     query = query.index_select(dim, index), lse = lse.index_select(dim, index);
@@ -50,6 +55,7 @@ struct Selection {
 
   void take_heads(const Inputs& inputs, const Tensor& heads) {
     take(1, heads);
+    if (sinks) sinks = sinks->index_select(0, heads);
     if (surely(inputs.Hkv.sym_eq(1))) return;
     // Each query head comes with a key head of its own.
     const Tensor group = surely(inputs.H.sym_eq(inputs.Hkv))
@@ -71,8 +77,8 @@ Tensor attention_weights(In query, In key, Opt bias, Opt sinks, at::TensorList m
   if (heads) s.take_heads(inputs, *heads);
   if (rows) s.take(2, *rows);
   const Tensor w = weights().call(
-      {s.query, s.key, s.value, s.bias, Inputs::kNone, a.mask_data, a.mask, a.scale, a.softcap, 0, Inputs::kNone},
-      s.lse, heads, rows, inputs.Lq, average);
+      {s.query, s.key, s.value, s.bias, s.sinks, a.mask_data, a.mask, a.scale, a.softcap, 0, Inputs::kNone}, s.lse,
+      heads, rows, inputs.Lq, average);
   return inputs.restore(w, !average);
 }
 
@@ -81,8 +87,7 @@ Three attention_summaries(In query, In key, Opt bias, Opt sinks, at::TensorList 
   const Inputs inputs({"attention_summaries", query, key, nullptr, bias, sinks, mask_data, mask, scale, softcap});
   const Attention a = inputs.attention();
   const Tensor lse = std::get<1>(forward().call(a));
-  const auto [column_sum, entropy, maximum, argmax] = summaries().call(
-      {a.query, a.key, a.value, a.bias, Inputs::kNone, a.mask_data, a.mask, a.scale, a.softcap, 0, Inputs::kNone}, lse);
+  const auto [column_sum, entropy, maximum, argmax] = summaries().call(a, lse);
   return {inputs.restore(column_sum), inputs.restore(entropy), inputs.restore(maximum)};
 }
 

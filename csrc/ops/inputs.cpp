@@ -6,6 +6,7 @@
 #include <ATen/ops/narrow.h>
 
 #include <cmath>
+#include <limits>
 
 #include "ops/check.h"
 
@@ -132,6 +133,12 @@ void Inputs::take_numbers(const Arguments& a) {
   TORCH_CHECK_VALUE(!a.softcap || (std::isfinite(*a.softcap) && *a.softcap > 0), op,
                     ": expected softcap finite and above 0, got ", *a.softcap);
   softcap = a.softcap.value_or(0);
+  // Kernels compute in float32 but for float64: a number that would become 0 or infinity there is no option that works.
+  const bool is_double = a.query.scalar_type() == at::kDouble;
+  const double largest = is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  const double asked = std::abs(a.scale.value_or(1)) * (a.softcap ? 1 / *a.softcap : 2);
+  TORCH_CHECK_VALUE(asked < largest && softcap < largest / 2, op, ": expected scale and softcap within the range of ",
+                    is_double ? "float64" : "float32", ", got scale ", a.scale.value_or(1), ", softcap ", softcap);
   if (a.scale) {
     scale = *a.scale;
     return;

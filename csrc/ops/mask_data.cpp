@@ -1,6 +1,8 @@
 // Masks, biases and other tensors beside query, key and value: which shape each has, and how it broadcasts.
 #include <ATen/ops/expand.h>
 
+#include <algorithm>
+#include <limits>
 #include <stdexcept>
 
 #include "kernels/mask/parse.h"
@@ -76,6 +78,7 @@ void Inputs::take_mask(const Arguments& a) {
 }
 
 c10::SymInt Inputs::size_of(char axis, int64_t block) const {
+  block = std::min<int64_t>(block, std::numeric_limits<int32_t>::max());  // as kernels do: no length reaches it
   switch (axis) {
     case 'B':
       return B;

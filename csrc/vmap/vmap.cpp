@@ -110,7 +110,8 @@ struct Mapped {
   // numbers of heads and rows. The samples are then computed one after another.
   bool needs_loop() const {
     return !has("query") || is_mapped("sinks") || is_mapped("heads") || is_mapped("rows") ||
-           (gives_gradients() && is_given("sinks") && op.schema().returns().back().name() == "grad_sinks");
+           (is_given("sinks") && op.schema().returns().back().name() == "grad_sinks" &&
+            at("needed").toBoolList().get(4));
   }
 };
 

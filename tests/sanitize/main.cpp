@@ -182,7 +182,8 @@ class Trial {
 
   void weights() {
     for (const bool average : {false, true}) {
-      const AttentionWeights<T> kernel(p_, lse_.get(), weights_.get(), average);
+      const Index heads = average ? 1 : s_.H;
+      const AttentionWeights<T> kernel(p_, lse_.get(), tensor4(weights_.get(), {s_.B, heads, s_.Lq, s_.Lk}), average);
       run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
     }
     const DenseGradient<T, AttentionBackward<T>::kWidth> source(
@@ -218,7 +219,8 @@ class Trial {
                      const BackwardResult<T>& result) {
     if (s_.Lq == 0) return;
     const AttentionBackward<T> kernel(p_, input, result, source);
-    for (Index task = 0; task < kernel.prepare_tasks(); ++task) kernel.prepare(task);
+    run_all(kernel.prepare_tasks(), kernel.prepare_bytes(),
+            [&](Index task, Arena& arena) { kernel.prepare(task, arena); });
     run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
     for (Index task = 0; task < kernel.finish_tasks(); ++task) kernel.finish(task);
   }

@@ -40,7 +40,13 @@ class AttentionBackward {
   }
 
   Index prepare_tasks() const { return p_.batch * p_.heads * plan_.panels; }
-  void prepare(Index task) const;
+  size_t prepare_bytes() const {
+    ScoreTile<T> tile;
+    Pieces count;
+    tile.take(count, p_, kWidth, /*backward=*/false);
+    return count.bytes;
+  }
+  void prepare(Index task, Arena& arena) const;
   Index tasks() const { return plan_.tasks(); }
   size_t scratch_bytes() const {
     Scratch scratch;

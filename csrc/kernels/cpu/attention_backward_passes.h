@@ -14,9 +14,9 @@ void AttentionBackward<T>::pad_rows(T* to, const T* from, Index stride, int rows
 
 // First pass, one panel of one head: transposed rows, -delta and lse, the sink's share.
 template <class T>
-void AttentionBackward<T>::prepare(Index task) const {
+void AttentionBackward<T>::prepare(Index task, Arena& arena) const {
   const Index number = task % plan_.panels, bh = task / plan_.panels, b = bh / p_.heads, h = bh % p_.heads;
-  const Panels panel(p_, number);
+  Panels panel(p_, number);
   const Index row = row_of(b, h, number), stride = p_.q.row_stride, do_stride = in_.grad_out.row_stride;
   const T* q = p_.q.at(b, h) + panel.first * stride;
   rows_to_lanes(shared_.q_t + row * p_.width, kWidth, q, stride, panel.count, p_.width, p_.query_factor());
@@ -30,20 +30,25 @@ void AttentionBackward<T>::prepare(Index task) const {
     finite = finite && all_finite(grad_out, do_stride, panel.count, width);
   }
   shared_.finite[task] = finite;
+  ScoreTile<T> tile;
+  Pieces pieces(&arena);
+  tile.take(pieces, p_, kWidth, /*backward=*/false);
+  panel.q_t = shared_.q_t + row * p_.width;
+  const Site<T> site(p_, b, h);
+  const RowNorm<T> norm{shared_.norm.base + row, shared_.norm.log2_l + row};
+  find_row_norm<kRows>(norm, in_.lse + bh * p_.queries + panel.first, tile, site, panel);
   T sink_sum = 0;
-  const T sink = p_.sinks ? p_.sinks[h] : 0;
   for (int lane = 0; lane < kWidth; ++lane) {
     const Index i = panel.first + lane, n = bh * p_.queries + i;
-    T delta = 0, lse = 0;
+    T delta = 0;
     if (lane < panel.count) {
-      lse = in_.lse[n] == -kInfinity<T> ? 0 : in_.lse[n];
       const T* out = grad_out ? in_.out.at(b, h) + i * in_.out.row_stride : nullptr;
       if (grad_out) delta = dot(out, grad_out + lane * do_stride, p_.value_width);
       if (in_.grad_lse) delta -= in_.grad_lse[n];
-      if (shared_.sink_sums && in_.lse[n] != -kInfinity<T>) sink_sum -= std::exp(sink - lse) * delta;
+      if (shared_.sink_sums && in_.lse[n] != -kInfinity<T>)
+        sink_sum -= std::exp2(site.sink() - norm.base[lane] - norm.log2_l[lane]) * delta;
     }
     shared_.delta[row + lane] = delta;
-    shared_.lse2[row + lane] = lse * kLog2e<T>;
   }
   if (shared_.sink_sums) shared_.sink_sums[task] = sink_sum;
   if (task == 0) bias_.clear_sums();
@@ -127,7 +132,7 @@ void AttentionBackward<T>::run_tile(const Work& work, Scratch& w, const Site<T>&
   const T* v = site.v + work.key * p_.v.row_stride;
   source_.fill(w.dp, {site.b, site.h, panel.first, work.key, panel.count, work.keys, v, p_.v.row_stride,
                       shared_.do_t ? shared_.do_t + row * p_.value_width : nullptr, w.log2_p, w.tile});
-  const T kept = T(p_.dropout.on() ? p_.dropout.scale() : 1);
+  const T kept = T(p_.dropout.scale());
   if (w.keep) {
     fill_kept(w.keep, site, panel, work.key, work.keys);
     apply_kept<T, kWidth>(w.dp, w.tile, w.keep, kept);
@@ -147,12 +152,12 @@ void AttentionBackward<T>::run_tile(const Work& work, Scratch& w, const Site<T>&
 // p = exp(s - lse), in place of s
 template <class T>
 void AttentionBackward<T>::compute_weights(const Scratch& w, Index row) const {
-  const T* lse2 = shared_.lse2 + row;
+  const T *base = shared_.norm.base + row, *log2_l = shared_.norm.log2_l + row;
   each_span<kVectors>(w.tile, [&](auto vectors, const Span& span) {
     for (int k = span.key; k < span.key + span.keys; ++k)
       for (int v = 0; v < vectors; ++v) {
         const int lane = (span.vector + v) * kStep;
-        const Vec<T> x = load(w.tile.s + k * kWidth + lane) - load(lse2 + lane);
+        const Vec<T> x = load(w.tile.s + k * kWidth + lane) - load(base + lane) - load(log2_l + lane);
         if (w.log2_p) store(w.log2_p + k * kWidth + lane, x);
         store(w.tile.s + k * kWidth + lane, exp2<T>(x));
       }

@@ -63,7 +63,7 @@ class AttentionForward {
                   p_.query_factor());
     panel.q_t = w.q_t;
     std::fill_n(w.o_t, p_.value_width * kWidth, T(0));
-    const T sink = p_.sinks ? p_.sinks[site.h] * kLog2e<T> : -kInfinity<T>;
+    const T sink = site.sink();
     std::fill_n(w.m, kWidth, sink);
     std::fill_n(w.l, kWidth, T(sink != -kInfinity<T>));
   }
@@ -107,7 +107,7 @@ class AttentionForward {
         for (int v = 0; v < NV; ++v) top[v] = max(load(s + k * kWidth + v * kStep), top[v]);
       for (int v = 0; v < NV; ++v) {
         base[v] = top[v] == splat(-kInfinity<T>) ? Vec<T>{} : top[v];  // nothing visible yet
-        store(alpha + v * kStep, exp2<T>(load(m + v * kStep) - base[v]));
+        store(alpha + v * kStep, rescale<T>(load(m + v * kStep), base[v]));
         store(m + v * kStep, top[v]);
       }
       for (int k = 0; k < keys; ++k)
@@ -156,7 +156,7 @@ class AttentionForward {
   void finish(const Scratch& w, const Site<T>& site, const Panels& panel) const {
     T* lse = result_.lse + (site.b * p_.heads + site.h) * p_.queries + panel.first;
     T* out = result_.out.at(site.b, site.h) + panel.first * result_.out.row_stride;
-    const T kept = T(p_.dropout.on() ? p_.dropout.scale() : 1);
+    const T kept = T(p_.dropout.scale());
     for (int q = 0; q < panel.count; ++q) lse[q] = w.l[q] == 0 ? -kInfinity<T> : (w.m[q] + std::log2(w.l[q])) * kLn2<T>;
     for (int q = 0; q < kWidth; ++q) w.alpha[q] = w.l[q] == 0 ? 0 : kept / w.l[q];
     lanes_to_rows(out, result_.out.row_stride, w.o_t, kWidth, w.alpha, panel.count, p_.value_width);

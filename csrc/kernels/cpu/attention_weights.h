@@ -1,6 +1,6 @@
 // Weights w = exp(s - lse) written out, or their summaries per column and row, in a second tiled pass over the scores.
 #pragma once
-#include "kernels/cpu/score.h"
+#include "kernels/cpu/row_norm.h"
 #include "kernels/cpu/weight_gradient.h"
 
 namespace attention_ops {
@@ -15,7 +15,7 @@ class WeightTiles {
 
   WeightTiles(const Problem<T>& p, const T* lse, Pieces& pieces) : p_(p), lse_(lse) {
     pieces(q_t_, p.width * kWidth);
-    pieces(lse2_, kWidth);
+    pieces(norm_.base, kWidth), pieces(norm_.log2_l, kWidth);
     tile_.take(pieces, p, kWidth, /*backward=*/false);
   }
 
@@ -25,71 +25,86 @@ class WeightTiles {
     rows_to_lanes(q_t_, kWidth, q, p_.q.row_stride, panel.count, p_.width, p_.query_factor());
     panel.q_t = q_t_;
     const T* lse = lse_ + (site.b * p_.heads + site.h) * p_.queries + panel.first;
-    for (int lane = 0; lane < kWidth; ++lane)  // an empty row has no finite score either
-      lse2_[lane] = lane < panel.count && lse[lane] != -kInfinity<T> ? lse[lane] * kLog2e<T> : 0;
+    find_row_norm<kRows>(norm_, lse, tile_, site, panel);
   }
   // False for a tile without a visible element.
   bool step(const Site<T>& site, const Panels& panel, Index key, int keys) {
     if (compute_scores<T, kRows>(tile_, site, panel, key, keys) == Cover::none) return false;
     visited_tiles.fetch_add(1, std::memory_order_relaxed);
-    each_vector<T, kWidth>(tile_,
-                           [&](Index n, int lane) { store(tile_.s + n, load(tile_.s + n) - load(lse2_ + lane)); });
+    each_vector<T, kWidth>(tile_, [&](Index n, int lane) {
+      store(tile_.s + n, load(tile_.s + n) - load(norm_.base + lane) - load(norm_.log2_l + lane));
+    });
     return true;
   }
 
  private:
   const Problem<T>& p_;
   const T* lse_;
-  T *q_t_ = nullptr, *lse2_ = nullptr;
+  T* q_t_ = nullptr;
+  RowNorm<T> norm_;
   ScoreTile<T> tile_;
 };
 
-// out [B, H, Lq, Lk], or [B, 1, Lq, Lk] for the mean over heads; holds zeros where no tile is visited.
+// out [B, H, Lq, Lk], or [B, 1, Lq, Lk] for the mean over heads, in any element type. A task is a panel: its rows are
+// gathered in scratch and written once.
 template <class T>
 class AttentionWeights {
  public:
-  AttentionWeights(const Problem<T>& p, const T* lse, T* out, bool average)
+  AttentionWeights(const Problem<T>& p, const T* lse, const Tensor4& out, bool average)
       : p_(p), lse_(lse), out_(out), average_(average) {}
 
   Index tasks() const { return p_.batch * (average_ ? 1 : p_.heads) * Tiles::Panels::number(p_.queries); }
   size_t scratch_bytes() const {
     Pieces count;
+    T* rows = nullptr;
     Tiles(p_, lse_, count);
+    count(rows, Tiles::kWidth * p_.keys);
     return count.bytes;
   }
   void run(Index task, Arena& arena) const {
     Pieces pieces(&arena);
     Tiles tiles(p_, lse_, pieces);
+    T* rows = nullptr;
+    pieces(rows, Tiles::kWidth * p_.keys);
+    std::fill_n(rows, Tiles::kWidth * p_.keys, T(0));
     typename Tiles::Panels panel(p_, task % Tiles::Panels::number(p_.queries));
     const Index slice = task / Tiles::Panels::number(p_.queries), first = average_ ? 0 : slice % p_.heads;
     const Index b = average_ ? slice : slice / p_.heads, last = average_ ? p_.heads : first + 1;
-    T* out = out_ + (slice * p_.queries + panel.first) * p_.keys;
     for (Index h = first; h < last; ++h) {
       const Site<T> site(p_, b, h);
       tiles.start(site, panel);
       for (Index key = 0; key < p_.keys; key += kTileKeys) {
         const int keys = int(std::min<Index>(kTileKeys, p_.keys - key));
-        if (tiles.step(site, panel, key, keys)) write(out + key, tiles.tile(), panel.count);
+        if (tiles.step(site, panel, key, keys)) add(rows + key, tiles.tile(), panel.count);
       }
     }
+    write(rows, b, first, panel.first, panel.count);
   }
 
  private:
   using Tiles = WeightTiles<T>;
 
-  void write(T* out, const ScoreTile<T>& tile, int rows) const {
+  void add(T* rows, const ScoreTile<T>& tile, int count) const {
     const T factor = average_ ? T(1) / T(p_.heads) : T(1);
     each_vector<T, Tiles::kWidth>(tile, [&](Index n, int lane) {
       T w[Tiles::kStep];
       store(w, exp2<T>(load(tile.s + n)) * splat(factor));
-      T* to = out + n / Tiles::kWidth + lane * p_.keys;
-      for (int q = 0; q < std::min(Tiles::kStep, rows - lane); ++q) to[q * p_.keys] += w[q];
+      T* to = rows + n / Tiles::kWidth + lane * p_.keys;
+      for (int q = 0; q < std::min(Tiles::kStep, count - lane); ++q) to[q * p_.keys] += w[q];
+    });
+  }
+
+  void write(const T* rows, Index b, Index h, Index row, int count) const {
+    with_element(out_.element, [&]<class E>(E*) {
+      E* to = static_cast<E*>(out_.data) + b * out_.strides[0] + h * out_.strides[1] + row * out_.strides[2];
+      for (int q = 0; q < count; ++q, to += out_.strides[2], rows += p_.keys)
+        for (Index j = 0; j < p_.keys; ++j) to[j] = convert<E>(rows[j]);
     });
   }
 
   const Problem<T>& p_;
   const T* lse_;
-  T* out_;
+  Tensor4 out_;
   bool average_;
 };
 
@@ -199,9 +214,11 @@ class DenseGradient final : public WeightGradient<T, Width> {
     with_element(grad_.element, [&]<class E>(E*) {
       const E* first = static_cast<const E*>(grad_.data) + t.b * grad_.strides[0] + t.h * grad_.strides[1] +
                        t.row * grad_.strides[2] + t.key * grad_.strides[3];
-      for (int q = 0; q < t.rows; ++q)
-        for (int k = 0; k < t.keys; ++k)
-          dp[k * Width + q] = factor_ * convert<T>(first[q * grad_.strides[2] + k * grad_.strides[3]]);
+      each_vector<T, Width>(t.scores, [&](Index n, int lane) {
+        const E* column = first + n / Width * grad_.strides[3];
+        for (int q = lane; q < std::min(lane + kLanes<T>, t.rows); ++q)
+          dp[n - lane + q] = factor_ * convert<T>(column[q * grad_.strides[2]]);
+      });
     });
   }
 
@@ -225,15 +242,17 @@ class SummaryGradient final : public WeightGradient<T, Width> {
   void fill(T* dp, const GradientTile<T, Width>& t) const override {
     const Index bh = t.b * p_.heads + t.h, row = bh * p_.queries + t.row;
     std::fill_n(dp, Index(t.keys) * Width, T(0));
-    for (int k = 0; k < t.keys; ++k)
-      for (int q = 0; q < t.rows; ++q) {
-        T& x = dp[k * Width + q];
-        if (grads_.column_sum) x += grads_.column_sum[bh * p_.keys + t.key + k];
-        if (grads_.maximum && grads_.argmax[row + q] == t.key + k) x += grads_.maximum[row + q];
+    each_vector<T, Width>(t.scores, [&](Index n, int lane) {
+      const Index j = t.key + n / Width;
+      for (int q = lane; q < std::min(lane + kLanes<T>, t.rows); ++q) {
+        T& x = dp[n - lane + q];
+        if (grads_.column_sum) x += grads_.column_sum[bh * p_.keys + j];
+        if (grads_.maximum && grads_.argmax[row + q] == j) x += grads_.maximum[row + q];
         if (!grads_.entropy) continue;
-        const T log2_w = t.log2_p[k * Width + q];  // 0 log 0 = 0
+        const T log2_w = t.log2_p[n - lane + q];  // 0 log 0 = 0
         x -= grads_.entropy[row + q] * (log2_w == -kInfinity<T> ? 0 : log2_w * kLn2<T> + 1);
       }
+    });
   }
 
  private:

@@ -3,7 +3,7 @@
 #pragma once
 #include <utility>
 
-#include "kernels/cpu/problem.h"
+#include "kernels/cpu/row_norm.h"
 
 namespace attention_ops {
 
@@ -82,7 +82,8 @@ template <class T, int Width>
 struct BackwardShared {
   T *q_t = nullptr, *do_t = nullptr;        // [B, H, panels, width, Width]
   T *q_rows = nullptr, *do_rows = nullptr;  // [B, H, panels * Width, padded width], where rows are not whole vectors
-  T *lse2 = nullptr, *delta = nullptr;      // [B, H, panels * Width]
+  RowNorm<T> norm;                          // [B, H, panels * Width]
+  T* delta = nullptr;                       // [B, H, panels * Width]
   bool* finite = nullptr;                   // [B, H, panels]: no NaN or infinity in the rows of query and grad_out
   T* sink_sums = nullptr;                   // [B, H, panels]
   T* dq_t = nullptr;                        // [key groups, B, H, panels, width, Width]
@@ -98,7 +99,7 @@ struct BackwardShared {
     if (p.width % lanes) pieces(q_rows, rows * round_up(p.width, lanes));
     if (has_values) pieces(do_t, rows * p.value_width);
     if (has_values && p.value_width % lanes) pieces(do_rows, rows * round_up(p.value_width, lanes));
-    pieces(lse2, rows), pieces(delta, rows), pieces(finite, heads * plan.panels);
+    pieces(norm.base, rows), pieces(norm.log2_l, rows), pieces(delta, rows), pieces(finite, heads * plan.panels);
     if (r.grad_sinks) pieces(sink_sums, heads * plan.panels);
     if (r.grad_query.data) pieces(dq_t, plan.key_groups * rows * p.width);
     if (plan.query_groups > 1 && r.grad_key.data) pieces(dk, key_rows * round_up(p.width, lanes));

@@ -61,6 +61,12 @@ inline Vec<T> exp2(Vec<T> x) {
   return scale_by_power<T>(parts.below_one + splat(C::one), parts.n, parts.shifted, x, C::low);
 }
 
+// 2^(from - to), for sums that move from one maximum to another; exactly 1 where it stays, or errors would add up.
+template <class T>
+inline Vec<T> rescale(Vec<T> from, Vec<T> to) {
+  return from == to ? splat(T(1)) : exp2<T>(from - to);
+}
+
 // tanh(x) = e / (e + 2) with e = exp(2x) - 1, which keeps small x exact.
 template <class T>
 inline Vec<T> tanh(Vec<T> x) {

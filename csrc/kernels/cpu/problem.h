@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <new>
 
@@ -94,6 +95,13 @@ struct Site {
         v(p.v.at(b, h / p.group())),
         mask(p.mask, b, p.true_heads ? p.true_heads[h] : h),
         dropout(p.dropout.on() ? p.dropout.stream(b, h) : DropoutStream{}) {}
+
+  // In log2 units; a finite one stays finite.
+  T sink() const {
+    if (!of.sinks) return -kInfinity<T>;
+    constexpr T limit = std::numeric_limits<T>::max();
+    return std::isfinite(of.sinks[h]) ? std::clamp(of.sinks[h] * kLog2e<T>, -limit, limit) : of.sinks[h];
+  }
 };
 
 // Up to `kWidth` queries, one in each lane of NV vectors; lanes past `count` repeat the last row's number.

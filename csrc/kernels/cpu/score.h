@@ -66,11 +66,13 @@ Vec<T> read_elements(const E* from, Index stride, int n) {
   return load(lanes);
 }
 
-// To log2 units; finite numbers stay finite, so that minus infinity alone means masked.
+// To log2 units. Finite numbers stay finite, so that minus infinity alone means masked: those within a third of the
+// range's ends become the ends.
 template <class T>
 Vec<T> scaled_bias(Vec<T> x) {
-  const Vec<T> scaled = max(x * splat(kLog2e<T>), splat(std::numeric_limits<T>::lowest()));
-  return x == splat(-kInfinity<T>) ? x : x != x ? x : scaled;
+  const Vec<T> limit = splat(std::numeric_limits<T>::max()), scaled = x * splat(kLog2e<T>);
+  const Vec<T> low = scaled < -limit ? -limit : scaled, clamped = low > limit ? limit : low;
+  return (x >= -limit) & (x <= limit) ? clamped : x;  // infinities and NaN as they are
 }
 
 template <class T, int Width>
@@ -185,7 +187,9 @@ Cover compute_scores(ScoreTile<T>& tile, const Site<T>& site, const Panel<T, NV>
   if (p.softcap > 0) apply_softcap<T, kWidth>(tile, p);
   if (tile.cover == Cover::some)
     each_vector<T, kWidth>(tile, [&](Index n, int) {
-      store(tile.s + n, load_lanes<T>(tile.visible + n) ? load(tile.s + n) : splat(-kInfinity<T>));
+      const Ints<T> visible = load_lanes<T>(tile.visible + n);
+      store(tile.s + n, visible ? load(tile.s + n) : splat(-kInfinity<T>));
+      if (tile.slope) store(tile.slope + n, visible ? load(tile.slope + n) : Vec<T>{});
     });
   return tile.cover;
 }

@@ -13,19 +13,20 @@ struct Document {
 
   explicit Document(const MaskSite& site) : ids(site.integers(0)), stride(site.data[0].strides[1]) {}
   Cover cover(const Tile& t) const {
-    const auto [query_low, query_high] = range(t.first_row, t.last_row);
-    const auto [key_low, key_high] = range(t.first_key, t.last_key);
+    const auto [query_low, query_high] = range(t.queries, [&](int n) { return t.rows[n]; });
+    const auto [key_low, key_high] = range(t.keys(), [&](int n) { return t.first_key + n; });
     const bool disjoint = query_high < key_low || key_high < query_low;
     return cover_of(!disjoint, query_low == query_high && key_low == key_high);
   }
   bool visible(int32_t i, int32_t j) const { return ids[i * stride] == ids[j * stride]; }
 
  private:
-  std::pair<int64_t, int64_t> range(int32_t first, int32_t last) const {
-    int64_t low = ids[first * stride], high = low;
-    for (int64_t x = first + 1; x <= last; ++x) {
-      low = std::min(low, ids[x * stride]);
-      high = std::max(high, ids[x * stride]);
+  template <class Place>
+  std::pair<int64_t, int64_t> range(int count, Place&& place) const {
+    int64_t low = ids[place(0) * stride], high = low;
+    for (int n = 1; n < count; ++n) {
+      const int64_t id = ids[place(n) * stride];
+      low = std::min(low, id), high = std::max(high, id);
     }
     return {low, high};
   }

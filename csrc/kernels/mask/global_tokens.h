@@ -11,15 +11,18 @@ struct GlobalTokens {
 
   explicit GlobalTokens(const MaskSite& site) : flags(site.flags(0)), stride(site.data[0].strides[1]) {}
   Cover cover(const Tile& t) const {
-    const Cover rows = range(t.first_row, t.last_row), keys = range(t.first_key, t.last_key);
-    return rows | keys;
+    return range(t.queries, [&](int n) { return t.rows[n]; }) | range(t.keys(), [&](int n) { return t.first_key + n; });
   }
   bool visible(int32_t i, int32_t j) const { return flags[i * stride] | flags[j * stride]; }
 
  private:
-  Cover range(int32_t first, int32_t last) const {
+  template <class Place>
+  Cover range(int count, Place&& place) const {
     bool any = false, all = true;
-    for (int64_t x = first; x <= last; ++x) any |= flags[x * stride], all &= flags[x * stride];
+    for (int n = 0; n < count; ++n) {
+      const bool flag = flags[place(n) * stride];
+      any |= flag, all &= flag;
+    }
     return cover_of(any, all);
   }
 };

@@ -43,7 +43,6 @@ struct MaskSpec {
   std::vector<MaskLeaf> leaves = {};
   std::vector<int> program = {};
 
-  bool empty() const { return program.empty(); }
   // The most operands that wait at once.
   int depth() const {
     int now = 0, most = 0;

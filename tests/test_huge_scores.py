@@ -1,0 +1,41 @@
+"""Rows whose scores are all one huge number: every pass must find the sum that lse cannot hold beside it."""
+
+import pytest
+import torch
+
+import attention_ops
+
+TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("fill", [-1e4, -1e9, -1e30, "lowest", "highest"])
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_row_of_one_huge_number_weighs_its_keys_alike(fill, sink, dtype):
+    """In the weights, the summaries and every gradient too, although lse cannot hold log n beside such a number."""
+    n, info = 70, torch.finfo(dtype)
+    fill = {"lowest": info.min, "highest": info.max}.get(fill, fill)
+    if not info.min <= fill <= info.max:
+        fill = info.min
+    query, key = torch.zeros(1, 1, 5, 8, dtype=dtype), torch.randn(1, 1, n, 8).to(dtype)
+    value = torch.randn(1, 1, n, 6).to(dtype).requires_grad_()
+    bias = torch.full((1, 1, 5, n), fill, dtype=dtype)
+    sinks = torch.full((1,), fill, dtype=dtype) if sink else None
+    share = torch.tensor(1 / (n + sink), dtype=dtype)
+    out = attention_ops.attention(query, key, value, bias=bias, sinks=sinks)
+    out.sum().backward()
+    near = {"atol": 2 * info.eps, "rtol": 4 * info.eps}
+    torch.testing.assert_close(value.grad, (5 * share).expand_as(value), **near)
+    weights = attention_ops.attention_weights(query, key, bias=bias, sinks=sinks)
+    torch.testing.assert_close(weights, share.expand_as(weights), **near)
+    summaries = attention_ops.attention_summaries(query, key, bias=bias, sinks=sinks)
+    torch.testing.assert_close(summaries.maximum[0, 0].to(dtype), share.expand(5), **near)
+
+
+def test_sums_do_not_drift_over_many_blocks():
+    """4096 equal keys: a factor that is 1 but for rounding, once a block, would show."""
+    query, key = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 4096, 8)
+    value = torch.arange(4096.0).view(1, 1, -1, 1) / 4096  # early keys must not outweigh late ones
+    out, lse = attention_ops.attention(query, key, value, return_lse=True)
+    torch.testing.assert_close(out.item(), value.double().mean().item(), rtol=3e-7, atol=0)
+    torch.testing.assert_close(lse.item(), torch.tensor(4096.0).log().item(), rtol=3e-7, atol=0)
