@@ -53,7 +53,7 @@ class Config:
     heads: int = 4
     width: int = 128
     batch: int = 32
-    steps: int = 480
+    steps: int = 420
     warmup: int = 40
     learning_rate: float = 4e-3
     weight_decay: float = 0.1
