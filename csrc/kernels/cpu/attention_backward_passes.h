@@ -217,7 +217,7 @@ void AttentionBackward<T>::add_to_keys(T* out, const T* a, const PaddedRows<T>& 
     return;
   }
   each_row_tile<kVectors>(width / kStep, [&](auto vectors, Index column) {
-    each_row_tile<kRows>(span.keys, [&](auto tile_rows, Index k) {
+    each_row_tile<kTileRows<kRows, kVectors, vectors>>(span.keys, [&](auto tile_rows, Index k) {
       Accumulators<T, tile_rows, vectors> acc{};
       multiply_rows<T, tile_rows, vectors>(acc, a + k * kWidth, kWidth, from + column * kStep, b.stride, count);
       each<T, tile_rows, vectors>(acc, [&](Vec<T>& x, int r, int n) {
@@ -247,7 +247,7 @@ void AttentionBackward<T>::add_to_queries(T* dq, const T* k, const T* ds, const 
       }
     return;
   }
-  each_row_tile<kRows>(p_.width, [&](auto rows, Index d) {
+  each_row_tile<kTileRows<kRows, kVectors, NV>>(p_.width, [&](auto rows, Index d) {
     Accumulators<T, rows, NV> acc{};
     multiply_columns<T, rows, NV>(acc, k + d, stride, ds, kWidth, span.keys);
     each<T, rows, NV>(acc, [&](Vec<T>& x, int r, int n) {

@@ -128,7 +128,7 @@ class AttentionForward {
 
     // o := alpha o + p v
     void add_values(const T* v, Index stride, Index width) const {
-      each_row_tile<kRows>(width, [&](auto rows, Index d) {
+      each_row_tile<kTileRows<kRows, kVectors, NV>>(width, [&](auto rows, Index d) {
         Accumulators<T, rows, NV> acc;
         T* o = o_t + d * kWidth;
         each<T, rows, NV>(acc, [&](Vec<T>& x, int r, int n) {

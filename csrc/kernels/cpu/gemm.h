@@ -1,12 +1,18 @@
 // Register-blocked products: R rows by NV vectors of accumulators, one operand broadcast, the other in vectors.
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <type_traits>
 
 #include "kernels/cpu/vec.h"
 #include "kernels/view.h"
 
 namespace attention_ops {
+
+// Rows of the register tile beside NV vectors, where `Rows` go with `Vectors`: narrow tiles are taller, for enough
+// independent sums to hide the latency of one.
+template <int Rows, int Vectors, int NV>
+constexpr int kTileRows = std::bit_floor(unsigned(Rows * Vectors / NV));
 
 template <class T, int R, int NV>
 using Accumulators = Vec<T>[R][NV];

@@ -180,9 +180,9 @@ Cover compute_scores(ScoreTile<T>& tile, const Site<T>& site, const Panel<T, NV>
   const T* start = p.bias.defined() && p.softcap == 0 ? tile.bias : nullptr;
   each_span<NV>(tile, [&](auto vectors, const Span& span) {
     const Index first = Index(span.key) * kWidth + span.vector * kLanes<T>;
-    multiply_rows_into<R, vectors>(tile.s + first, kWidth, start ? start + first : nullptr,
-                                   site.k + (key + span.key) * p.k.row_stride, p.k.row_stride,
-                                   panel.q_t + span.vector * kLanes<T>, kWidth, span.keys, p.width);
+    multiply_rows_into<kTileRows<R, NV, vectors>, vectors>(
+        tile.s + first, kWidth, start ? start + first : nullptr, site.k + (key + span.key) * p.k.row_stride,
+        p.k.row_stride, panel.q_t + span.vector * kLanes<T>, kWidth, span.keys, p.width);
   });
   if (p.softcap > 0) apply_softcap<T, kWidth>(tile, p);
   if (tile.cover == Cover::some)

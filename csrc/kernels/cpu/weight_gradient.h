@@ -36,9 +36,9 @@ class ValueGradient final : public WeightGradient<T, NV * kLanes<T>> {
   void fill(T* dp, const GradientTile<T, kWidth>& t) const override {
     each_span<NV>(t.scores, [&](auto vectors, const Span& span) {
       const Index lane = span.vector * kLanes<T>;
-      multiply_rows_into<R, vectors>(dp + span.key * kWidth + lane, kWidth, static_cast<const T*>(nullptr),
-                                     t.v + span.key * t.v_stride, t.v_stride, t.do_t + lane, kWidth, span.keys,
-                                     value_width_);
+      multiply_rows_into<kTileRows<R, NV, vectors>, vectors>(
+          dp + span.key * kWidth + lane, kWidth, static_cast<const T*>(nullptr), t.v + span.key * t.v_stride,
+          t.v_stride, t.do_t + lane, kWidth, span.keys, value_width_);
     });
   }
 
