@@ -72,6 +72,9 @@ def attention(
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762; computed as in Dao et al.,
     FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
+    _check_tensors(
+        "attention", {"query": query, "key": key, "value": value}, {"bias": bias, "sinks": sinks, "seed": seed}
+    )
     spec, data = _spec_and_data("attention", mask)
     out, lse = torch.ops.attention_ops.attention(
         query, key, value, bias, sinks, data, spec, scale, softcap, dropout_p, seed
@@ -117,6 +120,8 @@ def attention_weights(
 
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762.
     """
+    optional = {"bias": bias, "sinks": sinks, "heads": heads, "rows": rows}
+    _check_tensors("attention_weights", {"query": query, "key": key}, optional)
     spec, data = _spec_and_data("attention_weights", mask)
     return torch.ops.attention_ops.attention_weights(
         query, key, bias, sinks, data, spec, scale, softcap, heads, rows, average
@@ -161,6 +166,7 @@ def attention_summaries(
 
     Coverage: Tu et al., Modeling Coverage for Neural Machine Translation, 2016, https://arxiv.org/abs/1601.04811.
     """
+    _check_tensors("attention_summaries", {"query": query, "key": key}, {"bias": bias, "sinks": sinks})
     spec, data = _spec_and_data("attention_summaries", mask)
     return Summaries(*torch.ops.attention_ops.attention_summaries(query, key, bias, sinks, data, spec, scale, softcap))
 
@@ -187,6 +193,7 @@ def dropout_mask(seed: Tensor, batch: int, heads: int, queries: int, keys: int, 
 
     Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011.
     """
+    _check_tensors("dropout_mask", {"seed": seed}, {})
     return torch.ops.attention_ops.dropout_mask(seed, batch, heads, queries, keys, dropout_p)
 
 
@@ -230,6 +237,7 @@ def scaled_dot_product_attention(
 
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762.
     """
+    _check_tensors(SDPA, {"query": query, "key": key, "value": value}, {"attn_mask": attn_mask})
     if is_causal and attn_mask is not None:
         raise ValueError(
             f"{SDPA}: expected attn_mask None with is_causal, got a tensor of {attn_mask.dim()} dimensions"
@@ -244,6 +252,13 @@ def scaled_dot_product_attention(
 
 
 SDPA = "scaled_dot_product_attention"
+
+
+def _check_tensors(operator: str, required: dict[str, object], optional: dict[str, object]) -> None:
+    """The dispatcher's own message would name neither the argument in our grammar nor a type of error users expect."""
+    for name, x in {**required, **optional}.items():
+        if not (isinstance(x, Tensor) or (x is None and name in optional)):
+            raise TypeError(f"{operator}: expected {name} a Tensor, got {type(x).__name__}")
 
 
 def _spec_and_data(operator: str, mask: MaskLike) -> tuple[str, list[Tensor]]:

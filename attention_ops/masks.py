@@ -251,6 +251,8 @@ def parse(spec: str) -> Mask:
     >>> parse("causal & sliding_window(1, unbounded)").dense(1, 1, 3, 3)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"mask: expected a text, got {type(spec).__name__}")
     try:
         return _parsed(ast.parse(spec.strip(), mode="eval").body)
     except (SyntaxError, KeyError) as error:

@@ -230,3 +230,24 @@ def test_forward_mode_is_refused_by_name(name):
     count = 3 if name == "attention" else 2
     with pytest.raises(NotImplementedError, match=r"attention_ops::_attention_\w+: expected .*forward mode"):
         torch.func.jvp(getattr(attention_ops, name), (query,) * count, (query,) * count)
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "x", [1.0]], ids=repr)
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize(
+    "operator", ["attention", "attention_weights", "attention_summaries", "scaled_dot_product_attention"]
+)
+def test_what_is_no_tensor(operator, name, wrong):
+    names = ["query", "key"] if operator in ("attention_weights", "attention_summaries") else ["query", "key", "value"]
+    name = name if name in names else "key"
+    tensors = {n: wrong if n == name else torch.zeros(1, 1, 2, 4) for n in names}
+    with pytest.raises(TypeError, match=f"{operator}: expected {name} a Tensor, got {type(wrong).__name__}"):
+        getattr(attention_ops, operator)(**tensors)
+
+
+def test_sparse_tensors():
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(TypeError, match="attention: expected key layout Strided, got Sparse"):
+        attention_ops.attention(x, x.to_sparse(), x)
+    with pytest.raises(TypeError, match="attention: expected query layout Strided, got Sparse"):
+        attention_ops.attention(x.to_sparse(), x, x)

@@ -39,3 +39,12 @@ def test_sums_do_not_drift_over_many_blocks():
     out, lse = attention_ops.attention(query, key, value, return_lse=True)
     torch.testing.assert_close(out.item(), value.double().mean().item(), rtol=3e-7, atol=0)
     torch.testing.assert_close(lse.item(), torch.tensor(4096.0).log().item(), rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_entropy_has_a_gradient_beside_the_lowest_number(dtype):
+    query, key = (torch.randn(1, 1, n, 4, dtype=dtype, requires_grad=True) for n in (3, 2))
+    bias = torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype, requires_grad=True)
+    entropy = attention_ops.attention_summaries(query, key, bias=bias).entropy
+    for grad in torch.autograd.grad(entropy, (query, key, bias), torch.full_like(entropy, 7.0)):
+        torch.testing.assert_close(grad, torch.zeros_like(grad))

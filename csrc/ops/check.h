@@ -36,6 +36,7 @@ inline bool is_attention_type(at::ScalarType type) {
 }
 
 inline void check_device(const char* op, std::string_view name, const at::Tensor& x, const at::Tensor& query) {
+  TORCH_CHECK_TYPE(x.layout() == at::kStrided, op, ": expected ", name, " layout Strided, got ", x.layout());
   TORCH_CHECK_VALUE(x.device() == query.device(), op, ": expected ", name, " device ", query.device(),
                     " as in query, got ", x.device());
 }

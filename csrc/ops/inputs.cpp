@@ -77,6 +77,7 @@ void Inputs::check_types(const Arguments& a) const {
                      may_be_float ? " or float32" : "", ", got ", type_name(x.scalar_type()));
     check_device(op, name, x, a.query);
   };
+  check_device(op, "query", a.query, a.query);
   check("key", a.key, false);
   if (a.value) check("value", *a.value, false);
   if (a.bias) check("bias", *a.bias, true);

@@ -189,7 +189,7 @@ class AttentionSummaries {
   // Takes vector v of key j into the rows' summaries; gives its weights.
   static Vec<T> add_weights(Rows& rows, const T* log2_w, int v, Index j) {
     const Vec<T> x = load(log2_w), w = exp2<T>(x);
-    rows.entropy[v] += x == splat(-kInfinity<T>) ? Vec<T>{} : w * x;
+    rows.entropy[v] += x < splat(Exp2Constants<T>::low) ? Vec<T>{} : w * x;
     const Ints<T> better = ((w > rows.best[v]) | (w != w)) & (rows.best[v] == rows.best[v]);
     rows.best[v] = better ? w : rows.best[v];
     rows.place[v] = better ? LaneInt<T>(j) - Ints<T>{} : rows.place[v];
@@ -249,8 +249,8 @@ class SummaryGradient final : public WeightGradient<T, Width> {
         if (grads_.column_sum) x += grads_.column_sum[bh * p_.keys + j];
         if (grads_.maximum && grads_.argmax[row + q] == j) x += grads_.maximum[row + q];
         if (!grads_.entropy) continue;
-        const T log2_w = t.log2_p[n - lane + q];  // 0 log 0 = 0
-        x -= grads_.entropy[row + q] * (log2_w == -kInfinity<T> ? 0 : log2_w * kLn2<T> + 1);
+        const T log2_w = t.log2_p[n - lane + q];  // 0 log 0 = 0, and a weight below the normal numbers is 0
+        x -= grads_.entropy[row + q] * (log2_w < Exp2Constants<T>::low ? 0 : log2_w * kLn2<T> + 1);
       }
     });
   }

@@ -14,9 +14,9 @@ class MaskParser {
   explicit MaskParser(std::string_view text) : text_(text), rest_(text) {}
 
   MaskSpec parse() {
-    if (peek() == 0) return {};
+    if (at_end()) return {};
     either();
-    if (peek() != 0)
+    if (!at_end())
       fail("expected mask with '&', '|' or its end after '" + before() + "', got '" + std::string(rest_) + "'");
     return std::move(spec_);
   }
@@ -32,6 +32,10 @@ class MaskParser {
     if (peek() != c) return false;
     rest_.remove_prefix(1);
     return true;
+  }
+  bool at_end() {
+    peek();
+    return rest_.empty();
   }
   std::string before() const { return std::string(text_.substr(0, text_.size() - rest_.size())); }
 
