@@ -5,6 +5,7 @@
 
 #include "kernels/cpu/problem.h"
 #include "kernels/mask/parse.h"
+#include "ops/allocate.h"
 #include "ops/ops.h"
 
 namespace attention_ops {
@@ -23,10 +24,10 @@ Tensor empty_of(const Tensor& like, at::IntArrayRef sizes) {
   return at::empty(sizes, like.options().dtype(kScalarType<T>));
 }
 
-// [B, H, L, width], laid out as [B, L, H, width]: what models make of the result then costs nothing.
+// As the layers above lay it out, in elements of T.
 template <class T>
 Tensor empty_rows(const Tensor& like, at::IntArrayRef sizes) {
-  return empty_of<T>(like, {sizes[0], sizes[2], sizes[1], sizes[3]}).transpose(1, 2);
+  return empty_heads(like.options().dtype(kScalarType<T>), sizes[0], sizes[1], sizes[2], sizes[3]);
 }
 
 // A four-dimensional tensor as rows of T.

@@ -9,7 +9,7 @@ namespace {
 
 Pair forward_meta(const Attention& a) {
   const auto B = a.query.sym_size(0), H = a.query.sym_size(1), Lq = a.query.sym_size(2);
-  return {empty_heads(a.query, B, H, Lq, a.value.sym_size(3)),
+  return {empty_heads(a.query.options(), B, H, Lq, a.value.sym_size(3)),
           at::empty_symint({B, H, Lq}, a.query.options().dtype(lse_type(a.query)))};
 }
 

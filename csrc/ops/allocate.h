@@ -7,13 +7,13 @@ namespace attention_ops {
 
 // out and the gradients of query, key and value: [B, H, L, width] whose heads lie next to each other, as a projection
 // back to the model's width wants them.
-inline at::Tensor empty_heads(const at::Tensor& like, const c10::SymInt& B, const c10::SymInt& H, const c10::SymInt& L,
-                              const c10::SymInt& width) {
-  return at::empty_symint({B, L, H, width}, like.options()).transpose(1, 2);  // [B, H, L, width]
+inline at::Tensor empty_heads(const at::TensorOptions& options, const c10::SymInt& B, const c10::SymInt& H,
+                              const c10::SymInt& L, const c10::SymInt& width) {
+  return at::empty_symint({B, L, H, width}, options).transpose(1, 2);  // [B, H, L, width]
 }
 
 inline at::Tensor empty_heads_like(const at::Tensor& x) {
-  return empty_heads(x, x.sym_size(0), x.sym_size(1), x.sym_size(2), x.sym_size(3));
+  return empty_heads(x.options(), x.sym_size(0), x.sym_size(1), x.sym_size(2), x.sym_size(3));
 }
 
 inline at::Tensor empty_like_shape(const at::Tensor& x) {

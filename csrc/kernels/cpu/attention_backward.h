@@ -64,7 +64,7 @@ class AttentionBackward {
     LaneInt<T>* keep = nullptr;
     ScoreTile<T> tile;
   };
-  // What a task is working on: its groups, and the keys and heads of the moment.
+  // What a task is working on: its owner and groups, and the keys of the moment.
   struct Work {
     Index owner, key_group, query_group, key;
     int keys;
