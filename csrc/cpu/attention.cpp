@@ -31,7 +31,7 @@ Five backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse
     if (needed[4] && a.sinks) grads.sinks = empty_of<T>(a.query, a.sinks->sizes());
     const Operand<T> out_rows(out), grad_rows(grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out));
     const Vector<T> lse_rows(lse), grad_lse_rows(grad_lse);
-    const ValueGradient<T, kBackwardRows, kBackwardVectors> source(loaded.problem.value_width);
+    const ValueGradient<T> source(loaded.problem.value_width);
     run_backward<T>(loaded.problem, {out_rows.view(), grad_rows.view(), lse_rows.data(), grad_lse_rows.data()}, grads,
                     source);
     return {finished(grads.query, a.query), finished(grads.key, a.key), finished(grads.value, a.value),

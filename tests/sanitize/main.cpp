@@ -170,7 +170,7 @@ class Trial {
   }
 
   void backward() {
-    const ValueGradient<T, kBackwardRows, kBackwardVectors> source(s_.Dv);
+    const ValueGradient<T> source(s_.Dv);
     BackwardResult<T> result = query_key_bias();
     result.grad_value = rows<T>(grad_v_.get(), s_.Hkv, s_.Lk, s_.Dv);
     if (p_.sinks) result.grad_sinks = grad_sinks_.get();
@@ -186,8 +186,7 @@ class Trial {
       const AttentionWeights<T> kernel(p_, lse_.get(), tensor4(weights_.get(), {s_.B, heads, s_.Lq, s_.Lk}), average);
       run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
     }
-    const DenseGradient<T, AttentionBackward<T>::kWidth> source(
-        tensor4(grad_weights_.get(), {s_.B, s_.H, s_.Lq, s_.Lk}), T(1));
+    const DenseGradient<T> source(tensor4(grad_weights_.get(), {s_.B, s_.H, s_.Lq, s_.Lk}), T(1));
     weights_backward(source);
   }
 
@@ -196,8 +195,7 @@ class Trial {
                                        {column_sum_.get(), entropy_.get(), maximum_.get(), argmax_.get()});
     run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
     for (Index task = 0; task < kernel.finish_tasks(); ++task) kernel.finish(task);
-    const SummaryGradient<T, AttentionBackward<T>::kWidth> source(
-        p_, {column_sum_.get(), entropy_.get(), maximum_.get(), argmax_.get()});
+    const SummaryGradient<T> source(p_, {column_sum_.get(), entropy_.get(), maximum_.get(), argmax_.get()});
     weights_backward(source);
   }
 

@@ -104,10 +104,11 @@ struct Site {
   }
 };
 
-// Up to `kWidth` queries, one in each lane of NV vectors; lanes past `count` repeat the last row's number.
-template <class T, int NV>
+// Up to `kWidth` queries, one in each lane of the vectors of a register tile; lanes past `count` repeat the last row's
+// number.
+template <class T>
 struct Panel {
-  static constexpr int kWidth = NV * kLanes<T>;
+  static constexpr int kWidth = kRegisterVectors * kLanes<T>;
   Index first;
   int count;
   int32_t rows[kWidth], low, high;

@@ -14,16 +14,13 @@ namespace attention_ops {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kForwardRows = 4, kForwardVectors = 4;    // accumulators of the forward kernels' register tile
-constexpr int kBackwardRows = 8, kBackwardVectors = 2;  // the same for the backward kernels
+constexpr int kRegisterRows = 4, kRegisterVectors = 4;  // accumulators of a product's register tile
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
-constexpr int kForwardRows = 4, kForwardVectors = 3;
-constexpr int kBackwardRows = 4, kBackwardVectors = 3;
+constexpr int kRegisterRows = 4, kRegisterVectors = 3;
 #else
 constexpr int kVectorBytes = 16;
-constexpr int kForwardRows = 4, kForwardVectors = 3;
-constexpr int kBackwardRows = 4, kBackwardVectors = 3;
+constexpr int kRegisterRows = 4, kRegisterVectors = 3;
 #endif
 
 template <class T>
@@ -93,6 +90,14 @@ inline Vec<T> scale_by_power(Vec<T> mantissa, Vec<T>, Vec<T> shifted, Vec<T> x, 
   return x < splat(low) ? Vec<T>{} : y;
 }
 
+// x - floor(x) and mantissa * 2^floor(x), the latter 0 where x < low, for sections that have both as instructions.
+template <class T>
+constexpr bool kFloors = false;
+template <class T>
+Vec<T> fraction(Vec<T> x);
+template <class T>
+Vec<T> scale_by_floor(Vec<T> mantissa, Vec<T> x, T low);
+
 // Only the first n elements are read or written; the other lanes are zero.
 template <class T>
 inline Vec<T> load_part(const T* p, int n) {
@@ -157,6 +162,16 @@ inline Vec<float> scale_by_power<float>(Vec<float> mantissa, Vec<float> n, Vec<f
 template <>
 inline Vec<double> scale_by_power<double>(Vec<double> mantissa, Vec<double> n, Vec<double>, Vec<double> x, double low) {
   return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, splat(low), _CMP_NLT_UQ), mantissa, n);
+}
+template <>
+inline constexpr bool kFloors<float> = true;
+template <>
+inline Vec<float> fraction<float>(Vec<float> x) {
+  return _mm512_maskz_reduce_ps(0xffff, x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+template <>
+inline Vec<float> scale_by_floor<float>(Vec<float> mantissa, Vec<float> x, float low) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(low), _CMP_NLT_UQ), mantissa, x);
 }
 #elif defined(__AVX2__)
 inline Vec<float> max(Vec<float> a, Vec<float> b) {
