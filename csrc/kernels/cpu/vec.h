@@ -8,6 +8,8 @@
 #include <type_traits>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace attention_ops {
@@ -20,6 +22,10 @@ constexpr int kBackwardRows = 8, kBackwardVectors = 2;  // the same for the back
 constexpr int kVectorBytes = 32;
 constexpr int kForwardRows = 4, kForwardVectors = 3;
 constexpr int kBackwardRows = 4, kBackwardVectors = 3;
+#elif defined(__ARM_NEON)
+constexpr int kVectorBytes = 16;
+constexpr int kForwardRows = 4, kForwardVectors = 4;  // taller ones, up to 8 x 3, spill under g++ 12
+constexpr int kBackwardRows = 4, kBackwardVectors = 4;
 #else
 constexpr int kVectorBytes = 16;
 constexpr int kForwardRows = 4, kForwardVectors = 3;
@@ -132,6 +138,14 @@ inline __attribute__((always_inline)) void transpose(Vec<T> (&rows)[kLanes<T>]) 
   }
 }
 
+#if defined(__ARM_NEON)
+inline bool any(Ints<float> x) {
+  return vmaxvq_u32(std::bit_cast<uint32x4_t>(x)) != 0;
+}
+inline bool any(Ints<double> x) {
+  return (x[0] | x[1]) != 0;
+}
+#else
 inline bool any(Ints<float> x) {
   for (int n = 0; n < kLanes<float>; ++n)
     if (x[n]) return true;
@@ -142,6 +156,7 @@ inline bool any(Ints<double> x) {
     if (x[n]) return true;
   return false;
 }
+#endif
 
 #if defined(__AVX512F__)  // maskz: g++ 12 warns of its own header in the plain form
 inline Vec<float> max(Vec<float> a, Vec<float> b) {
