@@ -94,8 +94,8 @@ void AttentionBackward<T>::run_block(const Work& work, Scratch& w) const {
   Work now = work;
   for (Index b = first_batch; b < last_batch; ++b)
     for (Index hk = first_head; hk < last_head; ++hk) {
-      if (w.dk) std::fill_n(w.dk, kTileKeys * padded(p_.width), T(0));
-      if (w.dv) std::fill_n(w.dv, kTileKeys * padded(p_.value_width), T(0));
+      if (w.dk) std::fill_n(w.dk, now.keys * padded(p_.width), T(0));
+      if (w.dv) std::fill_n(w.dv, now.keys * padded(p_.value_width), T(0));
       now.keys_finite = all_finite(p_.k.at(b, hk) + now.key * p_.k.row_stride, p_.k.row_stride, now.keys, p_.width);
       for (Index h = hk * p_.group(); h < (hk + 1) * p_.group(); ++h) run_head(now, w, b, h);
       store_keys(now, w, b, hk);
