@@ -6,6 +6,7 @@ reported is the median of ratios of neighbours in time.
 
 import ctypes
 import dataclasses
+import math
 import pathlib
 import statistics
 import subprocess
@@ -98,10 +99,11 @@ def timed(function: Callable[[], object], repeats: int) -> float:
 
 def warm_time(function: Callable[[], object]) -> float:
     """Of one call. The first are slower by far, and a small workload that is repeated too seldom stays as cold."""
-    best = spent = timed(function, 1)
+    function()  # torch, too, makes and imports things once
+    best, spent = math.inf, 0.0
     while spent < 0.01:
-        best = min(best, timed(function, 1))
-        spent += best
+        last = timed(function, 1)
+        best, spent = min(best, last), spent + last
     return best
 
 

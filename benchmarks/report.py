@@ -46,6 +46,7 @@ def processor() -> str:
 def draw(rows: list[Row], path: pathlib.Path) -> None:
     """Bars of the speed-ups on a logarithmic axis; whiskers are the quartiles."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     figure = Figure(figsize=(9, 1.2 + 0.24 * len(rows)), layout="constrained")
     axes = figure.subplots()
@@ -55,6 +56,8 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     axes.barh(names, [r.speedup for r in rows], xerr=whiskers, color=colours, ecolor="grey")
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
+    for formatted in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        formatted(StrMethodFormatter("{x:g}"))
     axes.set_xlabel("times as fast as torch")
     axes.margins(y=0.01)
     axes.invert_yaxis()
