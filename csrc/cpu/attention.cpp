@@ -16,7 +16,7 @@ Pair forward_cpu(const Attention& a) {
     const AttentionForward<T> kernel(p, {result_view<T>(out), lse.mutable_data_ptr<T>()});
     run_tasks(kernel.tasks(), p.pair_operations(), kernel.scratch_bytes(),
               [&](Index task, Arena& arena) { kernel.run(task, arena); });
-    return {out.to(a.query.scalar_type()), lse};
+    return {in_type(out, a.query.scalar_type()), lse};
   });
 }
 

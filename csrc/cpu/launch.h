@@ -19,6 +19,11 @@ auto in_compute_type(const Tensor& x, F&& f) {
 template <class T>
 constexpr auto kScalarType = c10::CppTypeToScalarType<T>::value;
 
+// A call of `to` is a dispatch even where it has nothing to do.
+inline Tensor in_type(const Tensor& x, at::ScalarType type) {
+  return x.scalar_type() == type ? x : x.to(type);
+}
+
 template <class T>
 Tensor empty_of(const Tensor& like, at::IntArrayRef sizes) {
   return at::empty(sizes, like.options().dtype(kScalarType<T>));
@@ -34,7 +39,7 @@ Tensor empty_rows(const Tensor& like, at::IntArrayRef sizes) {
 template <class T>
 class Operand {
  public:
-  explicit Operand(const Tensor& x) : tensor_(x.scalar_type() == kScalarType<T> ? x : x.to(kScalarType<T>)) {
+  explicit Operand(const Tensor& x) : tensor_(in_type(x, kScalarType<T>)) {
     if (tensor_.size(3) > 1 && tensor_.stride(3) != 1) tensor_ = tensor_.contiguous();
   }
   Matrices<const T> view() const {
@@ -81,7 +86,7 @@ template <class T>
 class Vector {
  public:
   explicit Vector(const OptionalTensor& x) {
-    if (x && x->defined()) tensor_ = x->to(kScalarType<T>).contiguous();
+    if (x && x->defined()) tensor_ = in_type(*x, kScalarType<T>).contiguous();
   }
   const T* data() const { return tensor_.defined() ? tensor_.const_data_ptr<T>() : nullptr; }
 

@@ -97,10 +97,11 @@ void AttentionBackward<T>::run_blocks(Work& work, Scratch& w) const {
   bias_.start(w.bias);
   for (Index b = first_batch; b < last_batch; ++b)
     for (Index hk = first_head; hk < last_head; ++hk) {
-      if (w.dk) std::fill_n(w.dk, work.blocks * kTileKeys * padded(p_.width), T(0));
-      if (w.dv) std::fill_n(w.dv, work.blocks * kTileKeys * padded(p_.value_width), T(0));
-      for (Block* x = work.block; x < work.block + work.blocks; ++x)
+      for (Block* x = work.block; x < work.block + work.blocks; ++x) {
+        if (x->dk) std::fill_n(x->dk, x->keys * padded(p_.width), T(0));
+        if (x->dv) std::fill_n(x->dv, x->keys * padded(p_.value_width), T(0));
         x->finite = all_finite(p_.k.at(b, hk) + x->key * p_.k.row_stride, p_.k.row_stride, x->keys, p_.width);
+      }
       for (Index h = hk * p_.group(); h < (hk + 1) * p_.group(); ++h) run_head(work, w, b, h);
       for (int n = 0; n < work.blocks; ++n) store_keys(work, work.block[n], b, hk);
     }

@@ -8,11 +8,11 @@
 namespace attention_ops {
 
 // dst[c][r] = read(r, c, n)[c], with read giving n <= lanes elements of row r from column c on; dst has `width` lanes,
-// a multiple of a vector, and rows past `rows` read as zero.
+// a multiple of a vector. The last row's vector is filled up with zeros; vectors past it are left alone.
 template <class T, class Read>
 inline void transpose_to_lanes(T* dst, int width, int rows, Index columns, Read&& read) {
   constexpr int kStep = kLanes<T>;
-  for (int r = 0; r < width; r += kStep)
+  for (int r = 0; r < rows; r += kStep)
     for (Index c = 0; c < columns; c += kStep) {
       const int count = int(std::min<Index>(kStep, columns - c));
       Vec<T> block[kStep];

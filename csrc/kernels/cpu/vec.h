@@ -6,8 +6,10 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace attention_ops {
@@ -18,10 +20,27 @@ constexpr int kRegisterRows = 4, kRegisterVectors = 4;  // accumulators of a pro
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
 constexpr int kRegisterRows = 4, kRegisterVectors = 3;
+#elif defined(__ARM_NEON)
+constexpr int kVectorBytes = 16;
+constexpr int kRegisterRows = 4, kRegisterVectors = 4;  // taller ones, up to 8 x 3, spill under g++ 12
 #else
 constexpr int kVectorBytes = 16;
 constexpr int kRegisterRows = 4, kRegisterVectors = 3;
 #endif
+
+// As long as it lives, numbers below the normal range are zero in this thread's arithmetic. A product of one costs as
+// much as a hundred others on x86, and what is lost is smaller than the smallest normal number.
+class FlushDenormals {
+#if defined(__SSE2__)
+ public:
+  FlushDenormals() { _mm_setcsr(before_ | 0x8040); }  // operands and results
+  ~FlushDenormals() { _mm_setcsr(before_); }
+  FlushDenormals(const FlushDenormals&) = delete;
+
+ private:
+  const unsigned before_ = _mm_getcsr();
+#endif
+};
 
 template <class T>
 struct VectorOf {
@@ -137,6 +156,14 @@ inline __attribute__((always_inline)) void transpose(Vec<T> (&rows)[kLanes<T>]) 
   }
 }
 
+#if defined(__ARM_NEON)
+inline bool any(Ints<float> x) {
+  return vmaxvq_u32(std::bit_cast<uint32x4_t>(x)) != 0;
+}
+inline bool any(Ints<double> x) {
+  return (x[0] | x[1]) != 0;
+}
+#else
 inline bool any(Ints<float> x) {
   for (int n = 0; n < kLanes<float>; ++n)
     if (x[n]) return true;
@@ -147,6 +174,7 @@ inline bool any(Ints<double> x) {
     if (x[n]) return true;
   return false;
 }
+#endif
 
 #if defined(__AVX512F__)  // maskz: g++ 12 warns of its own header in the plain form
 inline Vec<float> max(Vec<float> a, Vec<float> b) {
