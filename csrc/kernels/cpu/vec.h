@@ -10,6 +10,8 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels/view.h"
+
 namespace attention_ops {
 
 #if defined(__AVX512F__)
@@ -105,11 +107,86 @@ inline void store_part(T* p, std::type_identity_t<Vec<T>> x, int n) {
   for (int i = 0; i < n; ++i) p[i] = x[i];
 }
 
+// What an element is computed in.
+template <class E>
+using Wide = std::conditional_t<sizeof(E) == 2, float, E>;
+
+// The integers of as many 16-bit elements as a vector has lanes.
+inline Ints<float> load_bits(const void* p) {
+  typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
+  Halves bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return __builtin_convertvector(bits, Ints<float>);
+}
+
+// Elements in the type that they are computed in; Float16 as its own conversion does.
+template <class E>
+inline Vec<Wide<E>> load_widened(const E* p) {
+  if constexpr (std::is_same_v<E, BFloat16>) {
+    return std::bit_cast<Vec<float>>(load_bits(p) << 16);
+  } else if constexpr (std::is_same_v<E, Float16>) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    const Ints<float> bits = load_bits(p), magnitude = (bits & 0x7fff) << 13;
+    const Ints<float> scaled = std::bit_cast<Ints<float>>(std::bit_cast<Vec<float>>(magnitude) * 0x1p112f);
+    return std::bit_cast<Vec<float>>((bits & 0x8000) << 16 |
+                                     ((bits & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : scaled));
+#endif
+  } else {
+    return load(p);
+  }
+}
+template <class E>
+inline Vec<Wide<E>> load_widened_part(const E* p, int n) {
+  E lanes[kLanes<Wide<E>>]{};
+  for (int i = 0; i < n; ++i) lanes[i] = p[i];
+  return load_widened(lanes);
+}
+
 template <class T>
 inline T sum_lanes(Vec<T> x) {
   T sum = 0;
   for (int i = 0; i < kLanes<T>; ++i) sum += x[i];
   return sum;
+}
+
+// Halves of a and b that add up to neighbours' sums: of each `Domain` lanes, units of `Unit` lanes, every second one of
+// a, then of b.
+template <class T, int Domain, int Unit>
+inline Vec<T> add_neighbours(Vec<T> a, Vec<T> b) {
+  constexpr int kUnits = Domain / Unit;
+  Ints<T> even, odd;
+  for (int i = 0; i < kLanes<T>; ++i) {
+    const int unit = i % Domain / Unit, from = (unit < kUnits / 2 ? 0 : kLanes<T>)+i / Domain * Domain;
+    even[i] = from + 2 * unit % kUnits * Unit + i % Unit;
+    odd[i] = even[i] + Unit;
+  }
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+}
+
+// Lane i is the sum of rows[i]; in the 16 bytes that a processor shuffles cheaply first.
+template <class T, int N = kLanes<T>>
+inline __attribute__((always_inline)) Vec<T> sum_each(Vec<T> (&rows)[kLanes<T>]) {
+  if constexpr (N == 1) return rows[0];
+  else {
+    constexpr int kGroup = 16 / int(sizeof(T));
+    constexpr bool kInGroup = kLanes<T> / N < kGroup;
+#pragma GCC unroll 16
+    for (int n = 0; n < N / 2; ++n)
+      rows[n] = add_neighbours<T, kInGroup ? kGroup : kLanes<T>, kInGroup ? 1 : kGroup>(rows[2 * n], rows[2 * n + 1]);
+    return sum_each<T, N / 2>(rows);
+  }
+}
+
+// x[i - n]; the last n lanes come first.
+template <class T>
+inline Vec<T> rotate(Vec<T> x, int n) {
+  Ints<T> from;
+  for (int i = 0; i < kLanes<T>; ++i) from[i] = (i + kLanes<T> - n) % kLanes<T>;
+  return __builtin_shuffle(x, from);
 }
 
 // rows[r][c] becomes rows[c][r], in log2(lanes) rounds of exchanges.
