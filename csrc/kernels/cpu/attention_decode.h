@@ -13,6 +13,10 @@ namespace attention_ops {
 constexpr Index kDecodeRows = 16;  // most rows of a key head: its query heads times the queries
 constexpr Index kChunkKeys = 512;
 
+inline bool is_decode(Index heads, Index key_heads, Index queries) {
+  return heads * queries > 0 && heads * queries <= kDecodeRows * key_heads;
+}
+
 // One row of a panel.
 template <class T>
 struct DecodeRow {
@@ -40,10 +44,6 @@ class AttentionDecode {
         chunks_((problem.keys + kChunkKeys - 1) / kChunkKeys),
         parts_(size_t(tasks() * rows_ * part_size())) {}
 
-  static bool takes(const Problem<T>& p) {
-    const Index rows = p.heads * p.queries;
-    return rows > 0 && rows <= kDecodeRows * p.key_heads;
-  }
   // As if an element of k or v that is read cost so many multiplications with it.
   double operations() const {
     return p_.pair_operations() + 16.0 * p_.batch * p_.key_heads * p_.keys * (p_.width + p_.value_width);
@@ -70,20 +70,26 @@ class AttentionDecode {
  private:
   static constexpr int kStep = kLanes<T>;
 
+  static Index column_at(Index n) { return n / kElements<E> * kElements<E> + element_in<E>(int(n % kElements<E>)); }
+
   // m, then l, then o[value_width] of a row and chunk
   Index part_size() const { return 2 + p_.value_width; }
   T* part(Index task, Index row) const { return parts_.data() + (task * rows_ + row) * part_size(); }
 
-  static Index padded(Index width) { return (width + kStep - 1) / kStep * kStep; }
+  static Index padded(Index width) { return (width + kElements<E> - 1) / kElements<E> * kElements<E>; }
 
   struct Scratch {
-    T *q = nullptr, *o = nullptr, *alpha = nullptr, *column = nullptr;  // q, o: [kStep, padded width]
+    T *q = nullptr, *o = nullptr;  // [R, padded width], columns in the order of load_widened (q: of multiply_queries)
+    T *k_block = nullptr, *alpha = nullptr, *column = nullptr;
+    E* v = nullptr;  // [kTileKeys, padded width], where values are not whole vectors
     LaneInt<T>*keep = nullptr, *visible_column = nullptr;
     ScoreTile<T> tile;  // [kTileKeys, R]
 
     void take(Pieces& pieces, const Problem<T>& p) {
       pieces(q, kStep * padded(p.width)), pieces(o, kStep * padded(p.value_width)), pieces(alpha, kStep);
       pieces(column, kTileKeys), pieces(visible_column, kTileKeys);
+      pieces(k_block, kBlockKeys * padded(p.width));
+      if (p.value_width != padded(p.value_width)) pieces(v, kTileKeys * padded(p.value_width));
       if (p.dropout.on()) pieces(keep, kTileKeys * kStep);
       tile.take(pieces, p, kStep, /*backward=*/false);
     }
@@ -103,6 +109,7 @@ class AttentionDecode {
 
   template <int R>
   void run_panel(Scratch& w, Index task, Index first, int count) const;
+  template <int R>
   void load_queries(Scratch& w, const Rows& rows) const;
   Cover cover(const Rows& rows, Index key, Index keys) const;
   template <int R>
@@ -116,9 +123,11 @@ class AttentionDecode {
   template <int R>
   void update_softmax(Scratch& w, Sums& sums) const;
   template <int R>
-  void add_visible_values(const Scratch& w, int rows, const E* v, int keys) const;
+  void add_visible_values(const Scratch& w, int rows, const StoredRows<E>& v, int keys) const;
+  StoredRows<E> whole_rows(E* copy, const StoredRows<E>& v, int keys) const;
+  bool all_finite(const StoredRows<E>& v, int keys) const;
   template <int R>
-  void run_tile(Scratch& w, Sums& sums, const Rows& rows, Index key, int keys, Index end) const;
+  void run_tile(Scratch& w, Sums& sums, const Rows& rows, Index key, int keys) const;
 
   const Problem<T>& p_;
   Matrices<const E> k_, v_;
@@ -134,7 +143,7 @@ void AttentionDecode<E>::run_panel(Scratch& w, Index task, Index first, int coun
   Rows rows;
   for (Index row = first; row < first + count; ++row)
     rows.push_back({Site<T>(p_, b, hk * p_.group() + row / p_.queries), int32_t(row % p_.queries)});
-  load_queries(w, rows);
+  load_queries<R>(w, rows);
   std::fill_n(w.o, R * padded(p_.value_width), T(0));
   Sums sums;
   const Index start = task % chunks_ * kChunkKeys, end = std::min(start + kChunkKeys, p_.keys);
@@ -142,23 +151,29 @@ void AttentionDecode<E>::run_panel(Scratch& w, Index task, Index first, int coun
   for (Index key = start; key < end && whole != Cover::none; key += kTileKeys) {
     const int keys = int(std::min<Index>(kTileKeys, end - key));
     w.tile.cover = whole == Cover::all ? whole : cover(rows, key, keys);
-    if (w.tile.cover != Cover::none) run_tile<R>(w, sums, rows, key, keys, end);
+    if (w.tile.cover != Cover::none) run_tile<R>(w, sums, rows, key, keys);
   }
   for (int r = 0; r < count; ++r) {
     T* to = part(task, first + r);
     to[0] = sums.m[r], to[1] = 0;
     for (int lane = r; lane < kStep; lane += R) to[1] += sums.l[lane];
-    std::copy_n(w.o + r * padded(p_.value_width), p_.value_width, to + 2);
+    const T* o = w.o + r * padded(p_.value_width);
+    for (Index n = 0; n < padded(p_.value_width); ++n)
+      if (const Index d = column_at(n); d < p_.value_width) to[2 + d] = o[n];
   }
 }
 
-// w.q[r] = factor q, padded with zeros
+// q times its factor, as multiply_queries wants it.
 template <class E>
+template <int R>
 void AttentionDecode<E>::load_queries(Scratch& w, const Rows& rows) const {
-  std::fill_n(w.q, kStep * padded(p_.width), T(0));
+  constexpr int kGroup = kStep / R;
+  std::fill_n(w.q, R * padded(p_.width), T(0));
   for (size_t r = 0; r < rows.size(); ++r) {
     const T* q = rows[r].site.q + rows[r].query * p_.q.row_stride;
-    for (Index d = 0; d < p_.width; ++d) w.q[r * padded(p_.width) + d] = p_.query_factor() * q[d];
+    for (Index n = 0; n < padded(p_.width); ++n)
+      if (const Index d = column_at(n); d < p_.width)
+        w.q[(n / kGroup * R + Index(r)) * kGroup + n % kGroup] = p_.query_factor() * q[d];
   }
 }
 
@@ -213,7 +228,10 @@ void AttentionDecode<E>::fill_kept(Scratch& w, const Rows& rows, Index key) cons
 template <class E>
 template <int R>
 void AttentionDecode<E>::compute_scores(Scratch& w, const StoredRows<E>& k, int keys) const {
-  multiply_queries<T, R>(w.tile.s, w.q, padded(p_.width), k, keys, p_.width);
+  for (int key = 0; key < keys; key += kBlockKeys) {
+    pack_keys<E>(w.k_block, {k.at(key, 0), k.stride}, std::min(kBlockKeys, keys - key), p_.width);
+    multiply_queries<R>(w.tile.s + key * R, w.q, w.k_block, padded(p_.width) / kStep);
+  }
   const Index size = Index(keys) * R, vectors = (size + kStep - 1) / kStep;
   w.tile.number_of_spans = 1;
   w.tile.spans[0] = {0, int(vectors), 0, 1};
@@ -249,19 +267,43 @@ void AttentionDecode<E>::update_softmax(Scratch& w, Sums& sums) const {
 // o := alpha o + p v without touching the values that a row does not see.
 template <class E>
 template <int R>
-void AttentionDecode<E>::add_visible_values(const Scratch& w, int rows, const E* v, int keys) const {
+void AttentionDecode<E>::add_visible_values(const Scratch& w, int rows, const StoredRows<E>& v, int keys) const {
+  const Index width = padded(p_.value_width);
   for (int r = 0; r < rows; ++r) {
-    T* o = w.o + r * padded(p_.value_width);
-    for (Index d = 0; d < p_.value_width; ++d) o[d] *= w.alpha[r];
+    T* o = w.o + r * width;
+    for (Index n = 0; n < width; ++n) o[n] *= w.alpha[r];
     for (int k = 0; k < keys; ++k)
       if (w.tile.visible[k * R + r])
-        for (Index d = 0; d < p_.value_width; ++d) o[d] += w.tile.s[k * R + r] * T(v[k * v_.row_stride + d]);
+        for (Index n = 0; n < width; ++n) o[n] += w.tile.s[k * R + r] * T(*v.at(k, column_at(n)));
   }
 }
 
 template <class E>
+bool AttentionDecode<E>::all_finite(const StoredRows<E>& v, int keys) const {
+  Vec<T> x[kWidening<E>], sum{};
+  for (int k = 0; k < keys; ++k)
+    for (Index n = 0; n < padded(p_.value_width); n += kElements<E>) {
+      load_widened(x, v.at(k, n));
+      for (const Vec<T>& part : x) sum = fma(part, Vec<T>{}, sum);
+    }
+  return sum_lanes<T>(sum) == 0;
+}
+
+// Values as rows of whole vectors: the tensor's own, or a copy padded with zeros.
+template <class E>
+StoredRows<E> AttentionDecode<E>::whole_rows(E* copy, const StoredRows<E>& v, int keys) const {
+  const Index width = p_.value_width;
+  if (!copy) return v;
+  for (int k = 0; k < keys; ++k) {
+    std::copy_n(v.at(k, 0), width, copy + k * padded(width));
+    std::fill(copy + k * padded(width) + width, copy + (k + 1) * padded(width), E{});
+  }
+  return {copy, padded(width)};
+}
+
+template <class E>
 template <int R>
-void AttentionDecode<E>::run_tile(Scratch& w, Sums& sums, const Rows& rows, Index key, int keys, Index end) const {
+void AttentionDecode<E>::run_tile(Scratch& w, Sums& sums, const Rows& rows, Index key, int keys) const {
   visited_tiles.fetch_add(1, std::memory_order_relaxed);
   if (w.tile.cover == Cover::some) fill_visible<R>(w, rows, key, keys);
   if (p_.bias.defined()) {
@@ -270,20 +312,20 @@ void AttentionDecode<E>::run_tile(Scratch& w, Sums& sums, const Rows& rows, Inde
   }
   if (p_.dropout.on()) fill_kept<R>(w, rows, key);
   const Site<T>& site = rows[0].site;
-  const E* k = k_.at(site.b, site.h / p_.group()) + key * k_.row_stride;
-  const E* v = v_.at(site.b, site.h / p_.group()) + key * v_.row_stride;
-  const E* next = key + kTileKeys < end ? k + kTileKeys * k_.row_stride : k;
-  compute_scores<R>(w, {k, k_.row_stride, v, v_.row_stride}, keys);
+  const Index hk = site.h / p_.group();
+  const StoredRows<E> k{k_.at(site.b, hk) + key * k_.row_stride, k_.row_stride};
+  const StoredRows<E> v{v_.at(site.b, hk) + key * v_.row_stride, v_.row_stride};
+  compute_scores<R>(w, k, keys);
   update_softmax<R>(w, sums);
   if (p_.dropout.on())
     each_vector<T, kStep>(w.tile, [&](Index n, int) {
       store(w.tile.s + n, load_lanes<T>(w.keep + n) ? load(w.tile.s + n) : Vec<T>{});
     });
-  if (w.tile.cover == Cover::all || all_finite(v, v_.row_stride, keys, p_.value_width))
-    add_values<T, R>(w.o, padded(p_.value_width), w.alpha, w.tile.s,
-                     StoredRows<E>{v, v_.row_stride, next, k_.row_stride}, keys, p_.value_width);
+  const StoredRows<E> values = whole_rows(w.v, v, keys);
+  if (w.tile.cover == Cover::all || all_finite(values, keys))
+    add_values<R>(w.o, w.alpha, w.tile.s, values, keys, padded(p_.value_width));
   else
-    add_visible_values<R>(w, int(rows.size()), v, keys);
+    add_visible_values<R>(w, int(rows.size()), values, keys);
 }
 
 // Merges the chunks of one row.

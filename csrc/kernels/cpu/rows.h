@@ -66,14 +66,13 @@ inline T dot(const T* a, const T* b, Index count) {
 }
 
 // Whether no element is infinite or NaN. Masked places may hold anything, and 0 times it is NaN.
-template <class E>
-inline bool all_finite(const E* x, Index stride, Index rows, Index columns) {
-  using T = Wide<E>;
+template <class T>
+inline bool all_finite(const T* x, Index stride, Index rows, Index columns) {
   Vec<T> sum{};
   for (Index r = 0; r < rows; ++r) {
     Index c = 0;
-    for (; c + kLanes<T> <= columns; c += kLanes<T>) sum = fma(load_widened(x + r * stride + c), Vec<T>{}, sum);
-    if (c < columns) sum = fma(load_widened_part(x + r * stride + c, int(columns - c)), Vec<T>{}, sum);
+    for (; c + kLanes<T> <= columns; c += kLanes<T>) sum = fma(load(x + r * stride + c), Vec<T>{}, sum);
+    if (c < columns) sum = fma(load_part(x + r * stride + c, int(columns - c)), Vec<T>{}, sum);
   }
   return sum_lanes<T>(sum) == 0;
 }
