@@ -45,7 +45,8 @@ struct Shape {
 
 Shape draw_shape() {
   const Index group = draw(1, 3), Hkv = draw(1, 2);
-  if (draw(0, 2) == 0) return {draw(1, 2), group * Hkv, Hkv, draw(1, 16 / group), draw(0, 1200), draw(0, 70), draw(0, 70)};
+  if (draw(0, 2) == 0)
+    return {draw(1, 2), group * Hkv, Hkv, draw(1, 16 / group), draw(0, 1200), draw(0, 70), draw(0, 70)};
   const Index Lq = draw(0, 9) == 0 ? 0 : draw(1, 150), Lk = draw(0, 9) == 0 ? 0 : draw(1, 200);
   return {draw(1, 2), group * Hkv, Hkv, Lq, Lk, draw(0, 9) == 0 ? 0 : draw(1, 70), draw(0, 9) == 0 ? 0 : draw(1, 70)};
 }

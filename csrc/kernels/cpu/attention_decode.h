@@ -23,9 +23,7 @@ struct DecodeRow {
   Site<T> site;
   int32_t query;
 
-  Tile tile(Index key, Index keys) const {
-    return {&query, 1, query, query, int32_t(key), int32_t(key + keys - 1)};
-  }
+  Tile tile(Index key, Index keys) const { return {&query, 1, query, query, int32_t(key), int32_t(key + keys - 1)}; }
 };
 
 // The problem's own k and v are not looked at: E is the type that they are stored in.
@@ -206,8 +204,9 @@ void AttentionDecode<E>::fill_bias(Scratch& w, const Rows& rows, Index key, int 
                       rows[r].query * bias.strides[2] + key * bias.strides[3];
     with_element(bias.element, [&]<class B>(B*) {
       for (int k = 0; k < keys; k += kStep)
-        store(w.column + k, scaled_bias<T>(read_elements<T>(static_cast<const B*>(bias.data) + row + k * bias.strides[3],
-                                                            bias.strides[3], std::min(kStep, keys - k))));
+        store(w.column + k,
+              scaled_bias<T>(read_elements<T>(static_cast<const B*>(bias.data) + row + k * bias.strides[3],
+                                              bias.strides[3], std::min(kStep, keys - k))));
     });
     for (int k = 0; k < keys; ++k) w.tile.bias[k * R + r] = w.column[k];
   }
@@ -238,7 +237,8 @@ void AttentionDecode<E>::compute_scores(Scratch& w, const StoredRows<E>& k, int 
   if (p_.softcap > 0)
     apply_softcap<T, kStep>(w.tile, p_);
   else if (p_.bias.defined())
-    each_vector<T, kStep>(w.tile, [&](Index n, int) { store(w.tile.s + n, load(w.tile.s + n) + load(w.tile.bias + n)); });
+    each_vector<T, kStep>(w.tile,
+                          [&](Index n, int) { store(w.tile.s + n, load(w.tile.s + n) + load(w.tile.bias + n)); });
   if (w.tile.cover == Cover::some)
     each_vector<T, kStep>(w.tile, [&](Index n, int) {
       store(w.tile.s + n, load_lanes<T>(w.tile.visible + n) ? load(w.tile.s + n) : splat(-kInfinity<T>));
@@ -318,9 +318,8 @@ void AttentionDecode<E>::run_tile(Scratch& w, Sums& sums, const Rows& rows, Inde
   compute_scores<R>(w, k, keys);
   update_softmax<R>(w, sums);
   if (p_.dropout.on())
-    each_vector<T, kStep>(w.tile, [&](Index n, int) {
-      store(w.tile.s + n, load_lanes<T>(w.keep + n) ? load(w.tile.s + n) : Vec<T>{});
-    });
+    each_vector<T, kStep>(
+        w.tile, [&](Index n, int) { store(w.tile.s + n, load_lanes<T>(w.keep + n) ? load(w.tile.s + n) : Vec<T>{}); });
   const StoredRows<E> values = whole_rows(w.v, v, keys);
   if (w.tile.cover == Cover::all || all_finite(values, keys))
     add_values<R>(w.o, w.alpha, w.tile.s, values, keys, padded(p_.value_width));

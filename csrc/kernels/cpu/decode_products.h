@@ -1,5 +1,6 @@
-// Products of a few rows with many keys, whose rows are read once, in the type they are stored in. The few rows lie next
-// to each other, s[key][row], so that a vector holds lanes / R keys of R rows: R is a power of two up to the lanes.
+// Products of a few rows with many keys, whose rows are read once, in the type they are stored in. The few rows lie
+// next to each other, s[key][row], so that a vector holds lanes / R keys of R rows: R is a power of two up to the
+// lanes.
 #pragma once
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/problem.h"
@@ -13,8 +14,9 @@ struct StoredRows {
   Index stride;
 
   const E* at(Index row, Index column) const { return data + row * stride + column; }
-  // Asks the outer cache for the same place of the next tile, which is read when this one is done with.
-  void fetch_next(Index row, Index column) const { __builtin_prefetch(at(row + kTileKeys, column), 0, 2); }
+  // From a place to the same place of the next tile, which the outer cache is asked for beside each vector that is
+  // read.
+  Index to_next_tile() const { return kTileKeys * stride; }
 };
 
 constexpr int kBlockKeys = std::bit_floor(unsigned(kForwardRows * kForwardVectors));
@@ -31,14 +33,15 @@ void pack_keys(Wide<E>* block, StoredRows<E> k, int keys, Index width) {
     for (int w = 0; w < kWidening<E>; ++w) store(to + w * kStep, x[w]);
   };
   for (int key = 0; key < keys; ++key) {
+    const E *from = k.at(key, 0), *end = from + width - rest;
     T* to = block + key * kLanes<T>;
-    for (Index d = 0; d < width - rest; d += kElements<E>, to += kWidening<E> * kStep) {
-      k.fetch_next(key, d);
-      put(to, k.at(key, d));
+    for (; from < end; from += kElements<E>, to += kWidening<E> * kStep) {
+      prefetch(from + k.to_next_tile());
+      put(to, from);
     }
     if (rest == 0) continue;
     E padded[kElements<E>]{};
-    std::copy_n(k.at(key, width - rest), rest, padded);
+    std::copy_n(from, rest, padded);
     put(to, padded);
   }
 }
@@ -67,15 +70,15 @@ inline __attribute__((always_inline)) void add_columns(Wide<E>* o, Index ldo, co
   using T = Wide<E>;
   constexpr int kParts = kWidening<E>;
   Accumulators<T, R, N * kParts> acc;
-  each<T, R, N * kParts>(acc, [&](Vec<T>& x, int r, int n) {
-    x = splat(alpha[r]) * load(o + r * ldo + column + n * kLanes<T>);
-  });
-  for (int k = 0; k < keys; ++k) {
+  each<T, R, N * kParts>(
+      acc, [&](Vec<T>& x, int r, int n) { x = splat(alpha[r]) * load(o + r * ldo + column + n * kLanes<T>); });
+  const E* from = v.at(0, column);
+  for (int k = 0; k < keys; ++k, from += v.stride) {
     Vec<T> row[N][kParts];
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) {
-      load_widened(row[n], v.at(k, column + n * kElements<E>));
-      v.fetch_next(k, column + n * kElements<E>);
+      prefetch(from + v.to_next_tile() + n * kElements<E>);
+      load_widened(row[n], from + n * kElements<E>);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {

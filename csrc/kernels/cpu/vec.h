@@ -96,6 +96,11 @@ inline Vec<T> scale_by_power(Vec<T> mantissa, Vec<T>, Vec<T> shifted, Vec<T> x, 
   return x < splat(low) ? Vec<T>{} : y;
 }
 
+// Into the outer caches; any address will do.
+inline void prefetch(const void* p) {
+  __builtin_prefetch(p, /*write=*/0, /*locality=*/2);
+}
+
 // Only the first n elements are read or written; the other lanes are zero.
 template <class T>
 inline Vec<T> load_part(const T* p, int n) {
@@ -183,7 +188,8 @@ inline Vec<T> repeat(const T* p) {
     return std::bit_cast<Vec<T>>(Ints<double>{} + bits);
   }
 #if defined(__AVX512F__)
-  if constexpr (kBytes == 16) return std::bit_cast<Vec<T>>(_mm512_maskz_broadcast_f32x4(0xffff, _mm_loadu_ps(reinterpret_cast<const float*>(p))));
+  if constexpr (kBytes == 16)
+    return std::bit_cast<Vec<T>>(_mm512_maskz_broadcast_f32x4(0xffff, _mm_loadu_ps(reinterpret_cast<const float*>(p))));
   return std::bit_cast<Vec<T>>(_mm512_maskz_broadcast_f64x4(0xff, _mm256_loadu_pd(reinterpret_cast<const double*>(p))));
 #elif defined(__AVX2__)
   return std::bit_cast<Vec<T>>(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)));
