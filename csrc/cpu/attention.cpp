@@ -2,12 +2,29 @@
 #include <torch/library.h>
 
 #include "cpu/backward.h"
-#include "kernels/cpu/attention_forward.h"
+#include "kernels/cpu/attention_decode.h"
 
 namespace attention_ops {
 namespace {
 
+// Few rows over many keys; E is the type of the elements.
+template <class E>
+Pair decode(const Attention& a) {
+  using T = Wide<E>;
+  const Loaded<T, E> loaded(a);
+  const Problem<T>& p = loaded.problem;
+  const Tensor out = empty_rows<T>(a.query, {p.batch, p.heads, p.queries, p.value_width});
+  const Tensor lse = empty_of<T>(a.query, {p.batch, p.heads, p.queries});
+  const AttentionDecode<E> kernel(p, loaded.key(), loaded.value(), {result_view<T>(out), lse.mutable_data_ptr<T>()});
+  run_tasks(kernel.tasks(), kernel.operations(), kernel.scratch_bytes(),
+            [&](Index task, Arena& arena) { kernel.run(task, arena); });
+  run_tasks(kernel.finish_tasks(), p.row_operations(), 0, [&](Index task, Arena&) { kernel.finish(task); });
+  return {out.to(a.query.scalar_type()), lse};
+}
+
 Pair forward_cpu(const Attention& a) {
+  if (is_decode(a.query.size(1), a.key.size(1), a.query.size(2)))
+    return in_element_type(a.query, [&]<class E>() { return decode<E>(a); });
   return in_compute_type(a.query, [&]<class T>() -> Pair {
     const Loaded<T> loaded(a);
     const Problem<T>& p = loaded.problem;

@@ -16,8 +16,27 @@ auto in_compute_type(const Tensor& x, F&& f) {
   return x.scalar_type() == at::kDouble ? f.template operator()<double>() : f.template operator()<float>();
 }
 
+// The same with the type that they are stored in.
+template <class F>
+auto in_element_type(const Tensor& x, F&& f) {
+  switch (x.scalar_type()) {
+    case at::kDouble:
+      return f.template operator()<double>();
+    case at::kFloat:
+      return f.template operator()<float>();
+    case at::kBFloat16:
+      return f.template operator()<BFloat16>();
+    default:
+      return f.template operator()<Float16>();
+  }
+}
+
 template <class T>
 constexpr auto kScalarType = c10::CppTypeToScalarType<T>::value;
+template <>
+constexpr auto kScalarType<BFloat16> = at::kBFloat16;
+template <>
+constexpr auto kScalarType<Float16> = at::kHalf;
 
 // A call of `to` is a dispatch even where it has nothing to do.
 inline Tensor in_type(const Tensor& x, at::ScalarType type) {
@@ -43,7 +62,7 @@ class Operand {
     if (tensor_.size(3) > 1 && tensor_.stride(3) != 1) tensor_ = tensor_.contiguous();
   }
   Matrices<const T> view() const {
-    return {tensor_.const_data_ptr<T>(), tensor_.stride(0), tensor_.stride(1), tensor_.stride(2)};
+    return {static_cast<const T*>(tensor_.const_data_ptr()), tensor_.stride(0), tensor_.stride(1), tensor_.stride(2)};
   }
 
  private:
@@ -113,8 +132,8 @@ class MaskArguments {
   std::vector<MaskData> data_;
 };
 
-// The problem of one call, with the tensors that it points into.
-template <class T>
+// The problem of one call, with the tensors that it points into. Keys and values are rows of E.
+template <class T, class E = T>
 class Loaded {
  public:
   explicit Loaded(const Attention& a)
@@ -122,7 +141,8 @@ class Loaded {
     problem.batch = a.query.size(0), problem.heads = a.query.size(1), problem.queries = a.query.size(2);
     problem.width = a.query.size(3), problem.key_heads = a.key.size(1), problem.keys = a.key.size(2);
     problem.value_width = a.value.size(3);
-    problem.q = query_.view(), problem.k = key_.view(), problem.v = value_.view();
+    problem.q = query_.view();
+    if constexpr (std::is_same_v<T, E>) problem.k = key(), problem.v = value();
     if (a.bias) problem.bias = read_view(*a.bias);
     problem.sinks = sinks_.data();
     problem.mask = mask_.view(problem.queries, problem.keys);
@@ -138,10 +158,14 @@ class Loaded {
     problem.mask = mask_.view(queries, problem.keys);
   }
 
+  Matrices<const E> key() const { return key_.view(); }
+  Matrices<const E> value() const { return value_.view(); }
+
   Problem<T> problem;
 
  private:
-  Operand<T> query_, key_, value_;
+  Operand<T> query_;
+  Operand<E> key_, value_;
   Vector<T> sinks_;
   Vector<int64_t> seed_, heads_{std::nullopt}, rows_{std::nullopt};
   MaskArguments mask_;

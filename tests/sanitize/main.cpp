@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "kernels/cpu/attention_backward.h"
-#include "kernels/cpu/attention_forward.h"
+#include "kernels/cpu/attention_decode.h"
 #include "kernels/cpu/attention_weights.h"
 #include "kernels/mask/parse.h"
 
@@ -45,6 +45,8 @@ struct Shape {
 
 Shape draw_shape() {
   const Index group = draw(1, 3), Hkv = draw(1, 2);
+  if (draw(0, 2) == 0)
+    return {draw(1, 2), group * Hkv, Hkv, draw(1, 16 / group), draw(0, 1200), draw(0, 70), draw(0, 70)};
   const Index Lq = draw(0, 9) == 0 ? 0 : draw(1, 150), Lk = draw(0, 9) == 0 ? 0 : draw(1, 200);
   return {draw(1, 2), group * Hkv, Hkv, Lq, Lk, draw(0, 9) == 0 ? 0 : draw(1, 70), draw(0, 9) == 0 ? 0 : draw(1, 70)};
 }
@@ -128,7 +130,11 @@ class Trial {
 
   bool run() {
     forward();
-    const bool right = agrees();
+    bool right = agrees();
+    if (is_decode(s_.H, s_.Hkv, s_.Lq)) {
+      right &= decode<T>();
+      if constexpr (sizeof(T) == 4) right &= decode<Float16>() && decode<BFloat16>();
+    }
     if (draw(0, 1)) p_.dropout = {0.3, &seed_, false};
     forward();
     backward();
@@ -167,6 +173,24 @@ class Trial {
   void forward() {
     const AttentionForward<T> kernel(p_, {rows<T>(out_.get(), s_.H, s_.Lq, s_.Dv), lse_.get()});
     run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+  }
+
+  // Whether the decoding kernel agrees too, from keys and values that are rounded to E for good.
+  template <class E>
+  bool decode() {
+    const Array<E> k = rounded<E>(k_, all_keys_ * s_.D), v = rounded<E>(v_, all_keys_ * s_.Dv);
+    const AttentionDecode<E> kernel(p_, rows<const E>(k.get(), s_.Hkv, s_.Lk, s_.D),
+                                    rows<const E>(v.get(), s_.Hkv, s_.Lk, s_.Dv),
+                                    {rows<T>(out_.get(), s_.H, s_.Lq, s_.Dv), lse_.get()});
+    run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+    for (Index task = 0; task < kernel.finish_tasks(); ++task) kernel.finish(task);
+    return agrees();
+  }
+  template <class E>
+  static Array<E> rounded(const Array<T>& x, Index count) {
+    Array<E> result = array_of<E>(count);
+    for (Index i = 0; i < count; ++i) result[i] = convert<E>(x[i]), x[i] = T(result[i]);
+    return result;
   }
 
   void backward() {
