@@ -76,10 +76,14 @@ def processor_flags() -> frozenset[str]:
     return frozenset(_processor().get("flags", _processor().get("Features", "")).split())
 
 
+def runs(name: str) -> bool:
+    """Whether an instruction set runs here. Asking for `amx` asks the operating system for its registers."""
+    return ISAS[name].needs <= processor_flags() and ISAS[name].allowed()
+
+
 def runnable() -> list[str]:
     """The instruction sets that run here, in the order of the table."""
-    flags = processor_flags()
-    return [name for name in buildable() if ISAS[name].needs <= flags and ISAS[name].allowed()]
+    return [name for name in buildable() if runs(name)]
 
 
 def best(built: list[str]) -> str:

@@ -57,13 +57,15 @@ def _built() -> dict[str, object]:
 
 
 def _choose(built: list[str]) -> str:
-    runnable = [name for name in _isas.runnable() if name in built]
     forced = os.environ.get("ATTENTION_OPS_ISA")
-    if forced and forced not in runnable:
+    if not forced:
+        return _isas.best(built)
+    if forced not in built or not _isas.runs(forced):
+        runnable = ", ".join(name for name in _isas.runnable() if name in built)
         raise ImportError(
-            f"attention_ops: expected ATTENTION_OPS_ISA one of {', '.join(runnable)} on this processor, got {forced}"
+            f"attention_ops: expected ATTENTION_OPS_ISA one of {runnable} on this processor, got {forced}"
         )
-    return forced or _isas.best(built)
+    return forced
 
 
 def _minor(version: str) -> str:

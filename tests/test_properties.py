@@ -120,3 +120,32 @@ def test_a_constant_added_to_all_scores_changes_lse_alone(shift, seed):
     shifted, shifted_lse = attention_ops.attention(query, key, value, bias=bias, mask="causal", return_lse=True)
     torch.testing.assert_close(shifted, out)
     torch.testing.assert_close(shifted_lse, lse + shift)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_do_not_depend_on_what_their_neighbours_hold(dtype):
+    """Not by a bit: neither on a row that outgrows its first maximum, nor on what another row sees before it does."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 192, 32).to(dtype).unbind(0)
+    bias = torch.zeros(1, 1, 192, 192)
+    bias[..., :15, :64] = -torch.inf
+    results = []
+    for change in (False, True):
+        if change:
+            query[:, :, 40] *= 50
+            bias[..., 14, :64] = 0
+        results.append(
+            attention_ops.attention(query, key, value, bias=bias, sinks=torch.full((2,), 1.3), return_lse=True)
+        )
+        results[-1] += attention_ops.attention(query, key, value, return_lse=True)
+    others = [i for i in range(192) if i not in (14, 40)]
+    for before, after in zip(*results, strict=True):
+        assert torch.equal(before[:, :, others], after[:, :, others])
+
+
+def test_values_of_almost_any_size_are_averaged():
+    query, key = torch.ones(1, 1, 20, 1), torch.zeros(1, 1, 128, 1)
+    key[:, :, 64:] = 9.5
+    out = attention_ops.attention(query, key, torch.full((1, 1, 128, 4), 1e33), scale=1.0)
+    torch.testing.assert_close(out, torch.full_like(out, 1e33))

@@ -41,7 +41,7 @@ class AttentionBackward {
   }
 
   // Come first, in any order.
-  Index pack_tasks() const { return columns_.tasks(); }
+  Index pack_tasks() const { return result_.grad_query.data ? columns_.tasks() : 0; }
   void pack(Index task) const { columns_.pack(task); }
   Index prepare_tasks() const { return p_.batch * p_.heads * plan_.panels; }
   size_t prepare_bytes() const {

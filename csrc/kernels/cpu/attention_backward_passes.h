@@ -96,6 +96,7 @@ void AttentionBackward<T, E>::clear_rows(const Work& work) const {
 // The gathered key blocks, over all batches and heads of their owner.
 template <class T, class E>
 void AttentionBackward<T, E>::run_blocks(Work& work, Scratch& w) const {
+  if (work.blocks == 0) return;
   const auto [first_batch, last_batch] = plan_.batches_of(work.owner, p_);
   const auto [first_head, last_head] = plan_.key_heads_of(work.owner, p_);
   bias_.start(w.bias);
@@ -109,7 +110,7 @@ void AttentionBackward<T, E>::run_blocks(Work& work, Scratch& w) const {
       for (Index h = hk * p_.group(); h < (hk + 1) * p_.group(); ++h) run_head(work, w, b, h);
       for (int n = 0; n < work.blocks; ++n) store_keys(work, work.block[n], b, hk);
     }
-  if (bias_.on() && work.blocks)
+  if (bias_.on())
     bias_.write(w.bias, work.key_group, work.query_group, first_batch, first_head * p_.group(), work.block[0].key,
                 work.block[0].keys);
   work.blocks = 0;

@@ -1,7 +1,8 @@
 // Forward where few rows see many keys, as in decoding, and reading k and v is the limit. All rows of a key head are
-// worked on together, so that k and v are read once. Keys are cut into chunks, each a task that gives m, l and o of
-// its keys (attention_forward.h); then m = max m_c, l = sum 2^(m_c - m) l_c, o = sum 2^(m_c - m) o_c / l in the
-// chunks' order. Chunks depend on nothing but their length, so results do not depend on the number of threads.
+// worked on together, as many at a time as fill a vector, so that k and v are read once for those. Keys are cut into
+// chunks, each a task that gives m, l and o of its keys (attention_forward.h); then m = max m_c, l = sum 2^(m_c - m)
+// l_c, o = sum 2^(m_c - m) o_c / l in the chunks' order. Chunks depend on nothing but their length, so results do not
+// depend on the number of threads.
 #pragma once
 #include <vector>
 

@@ -1,7 +1,7 @@
 // Forward: s = scale q k' (score.h), p = 2^(s - m), l = sum p, o = p v / l, lse = m + log l, with l and o summed tile
-// by tile. m is the maximum of the row's first tile: it moves only where a later score is far above it, so that
-// products, exponentials and sums are one pass. Queries lie in vector lanes: s[key][query], o[column][query]; nothing
-// is summed across lanes.
+// by tile and the sink last. m is the maximum of the first keys that a row sees: it moves only where later scores are
+// far above it, so that products, exponentials and sums are one pass. Queries lie in vector lanes: s[key][query],
+// o[column][query]; nothing is summed across lanes.
 #pragma once
 #include <cmath>
 
@@ -55,7 +55,7 @@ class AttentionForward {
   using Panels = Panel<T, E>;
   static constexpr int kWidth = Panels::kWidth;
 
-  static constexpr T kMost = 1 << 24;  // more than this in a sum, and m moves
+  static constexpr T kMost = 1 << 10;  // more than this in a sum, and m moves
 
   struct Scratch {
     E *q_t = nullptr, *rounded = nullptr;  // rounded: p as an operand of products of pairs
@@ -80,9 +80,8 @@ class AttentionForward {
                   p_.query_factor());
     panel.q_t = w.q_t;
     std::fill_n(w.o_t, round_up(p_.value_width, kRowUnit<E>) * kWidth, T(0));
-    const T sink = site.sink();
-    std::fill_n(w.m, kWidth, sink);
-    std::fill_n(w.l, kWidth, T(sink != -kInfinity<T>));
+    std::fill_n(w.m, kWidth, -kInfinity<T>);
+    std::fill_n(w.l, kWidth, T(0));
   }
 
   void step(Scratch& w, const Site<T, E>& site, const Panels& panel, Index key) const {
@@ -163,10 +162,11 @@ class AttentionForward {
                             {w.q_t + 2 * lane, 2 * kWidth}, kBlock, NV, p_.width);
       for (int n = 0; n < kBlock * kWidth; n += 2 * kWidth)
         for (int v = 0; v < NV * kStep; v += kStep) {
-          const Vec<T> first = exp2<T>(load(s + n + v) * factor - m[v / kStep]);
-          const Vec<T> second = exp2<T>(load(s + n + kWidth + v) * factor - m[v / kStep]);
+          // Rounded as it is on the other path, not contracted: a row's bits do not depend on its neighbours.
+          const auto exponent = [&](const T* x) { return __builtin_assoc_barrier(load(x) * factor) - m[v / kStep]; };
+          const Vec<T> first = exp2<T>(exponent(s + n + v)), second = exp2<T>(exponent(s + n + kWidth + v));
           store_pairs(rounded + n + 2 * v, round_pairs(first, second));
-          sum[v / kStep] += first + second;
+          sum[v / kStep] += first, sum[v / kStep] += second;  // in the order of the other path
         }
     }
     Ints<T> outgrown{};
@@ -248,7 +248,8 @@ class AttentionForward {
                            span.key + keys - first);
     }
 
-    // The same, to the bit, without touching the values that a lane does not see; of pairs only what products lack.
+    // The same, to the bit, without touching the values that a lane does not see; for pairs, the values that are not
+    // finite, which their panels leave out.
     void add_visible_values(const E* v, Index stride, Index width) const {
       for (Index d = 0; d < width; ++d)
         for (int n = 0; n < NV * kLanes<T>; n += kLanes<T>) {
@@ -265,13 +266,14 @@ class AttentionForward {
   void finish(const Scratch& w, const Site<T, E>& site, const Panels& panel) const {
     T* lse = result_.lse + (site.b * p_.heads + site.h) * p_.queries + panel.first;
     E* out = result_.out.at(site.b, site.h) + panel.first * result_.out.row_stride;
-    const T kept = T(p_.dropout.scale());
+    const Vec<T> kept = splat(T(p_.dropout.scale())), sink = splat(site.sink());
     visited_tiles.fetch_add(w.visited, std::memory_order_relaxed);
     for (int q = 0; q < kWidth; q += kLanes<T>) {
-      const Vec<T> m = load(w.m + q), l = load(w.l + q);
+      const Vec<T> m = load(w.m + q), top = max(sink, m), base = top == splat(-kInfinity<T>) ? Vec<T>{} : top;
+      const Vec<T> alpha = rescale<T>(m, base), l = alpha * load(w.l + q) + rescale<T>(sink, base);
       const Ints<T> empty = l == Vec<T>{};
-      store(w.m + q, empty ? splat(-kInfinity<T>) : (m + log2<T>(l)) * splat(kLn2<T>));
-      store(w.l + q, empty ? Vec<T>{} : splat(kept) / l);
+      store(w.m + q, empty ? splat(-kInfinity<T>) : (base + log2<T>(l)) * splat(kLn2<T>));
+      store(w.l + q, empty ? Vec<T>{} : kept * alpha / l);
     }
     std::copy_n(w.m, panel.count, lse);
     lanes_to_rows(out, result_.out.row_stride, w.o_t, kWidth, w.l, panel.count, p_.value_width);

@@ -46,8 +46,9 @@ void count_rows(const RowNorm<T>& norm, ScoreTile<T>& tile, const Site<T, E>& si
 template <class T, class E>
 void find_row_norm(const RowNorm<T>& norm, const T* lse, ScoreTile<T>& tile, const Site<T, E>& site,
                    const Panel<T, E>& panel) {
-  if (std::any_of(lse, lse + panel.count, is_coarse<T>)) return count_rows(norm, tile, site, panel);
+  if (std::any_of(lse, lse + panel.count, is_coarse<T>)) count_rows(norm, tile, site, panel);
   for (int lane = 0; lane < Panel<T, E>::kWidth; ++lane) {  // an empty row has no finite score either
+    if (lane < panel.count && is_coarse(lse[lane])) continue;
     norm.base[lane] = lane < panel.count && lse[lane] != -kInfinity<T> ? lse[lane] * kLog2e<T> : 0;
     norm.log2_l[lane] = 0;
   }
