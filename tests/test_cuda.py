@@ -174,17 +174,17 @@ def test_a_graph_replays_forward_and_backward(dtype):
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        for leaf in leaves:
-            leaf.copy_(torch.randn_like(leaf))
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = step()
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.copy_(torch.randn_like(leaf))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
 @needs_gpu

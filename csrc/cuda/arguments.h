@@ -1,5 +1,6 @@
-// From tensors to the problem of a kernel. Elements are widened where they are read, so nothing is copied.
+// From tensors to the problem of a kernel. Plain kernels widen elements where they read them, so nothing is copied.
 #pragma once
+#include "cuda/aligned.h"
 #include "cuda/call.h"
 #include "cuda/kernels.h"
 #include "ops/allocate.h"
@@ -26,16 +27,32 @@ class Numbers {
   Tensor tensor_;
 };
 
+// Four-dimensional tensors as kernels read them.
+class Operand {
+ public:
+  Operand(const Call& call, const Tensor& x, bool on_tensor_cores) : tensor_(on_tensor_cores ? aligned(x) : x) {
+    call.reads(tensor_);
+  }
+  Tensor4 view() const { return read_view(tensor_); }
+
+ private:
+  Tensor tensor_;
+};
+
 // The problem of one call, with the tensors that it points into.
 class Loaded {
  public:
   Loaded(const Call& call, const Attention& a)
-      : sinks_(call, a.sinks, lse_type(a.query)), seed_(call, a.seed, at::kLong) {
+      : on_tensor_cores(attention_ops::on_tensor_cores(a)),
+        query_(call, a.query, on_tensor_cores),
+        key_(call, a.key, on_tensor_cores),
+        value_(call, a.value, on_tensor_cores),
+        sinks_(call, a.sinks, lse_type(a.query)),
+        seed_(call, a.seed, at::kLong) {
     problem.batch = a.query.size(0), problem.heads = a.query.size(1), problem.queries = a.query.size(2);
     problem.width = a.query.size(3), problem.key_heads = a.key.size(1), problem.keys = a.key.size(2);
     problem.value_width = a.value.size(3);
-    problem.q = read_view(call.reads(a.query)), problem.k = read_view(call.reads(a.key));
-    problem.v = read_view(call.reads(a.value));
+    problem.q = query_.view(), problem.k = key_.view(), problem.v = value_.view();
     if (a.bias) problem.bias = read_view(call.reads(*a.bias));
     problem.sinks = sinks_.data();
     const MaskArguments mask(a);
@@ -45,9 +62,14 @@ class Loaded {
   }
   Loaded(const Loaded&) = delete;
 
+  // Whether a tile can have hidden places that hold something.
+  bool hides() const { return !problem.mask.empty() || problem.bias.defined(); }
+
   Problem problem;
+  bool on_tensor_cores;
 
  private:
+  Operand query_, key_, value_;
   Numbers sinks_, seed_;
 };
 

@@ -13,6 +13,7 @@ class Call {
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream().stream(); }
   // The tensors that this call's kernels read and write pass through here; the model watches them.
   const at::Tensor& reads(const at::Tensor& x) const { return x; }
+  const at::Tensor& updates(const at::Tensor& x) const { return x; }
   const at::Tensor& writes(const at::Tensor& x) const { return x; }
 
  private:

@@ -27,13 +27,6 @@ std::vector<Region>& regions() {
 
 constexpr uint64_t kAtomic = ~uint64_t(0);
 
-uint64_t launch_number() {
-  static const void* last = nullptr;
-  static uint64_t number = 0;
-  if (last != current->kernel) last = current->kernel, ++number;
-  return number;
-}
-
 bool unordered_after_write(const Cell& c, const Lane& lane) {
   if (c.write_epoch != current->epoch || c.writer == lane.number) return false;
   return c.writer / 32 != lane.warp() || c.write_warp_epoch == current->warps[lane.warp()].epoch;
@@ -183,7 +176,7 @@ void check_global(const void* p, int bytes, Global how, Line line) {
       continue;
     }
     const size_t first = (static_cast<const char*>(p) - r.data) / r.element;
-    const uint64_t mine = how == Global::atomic ? kAtomic : launch_number() << 32 | uint64_t(current->number + 1);
+    const uint64_t mine = how == Global::atomic ? kAtomic : current->launch << 32 | uint64_t(current->number + 1);
     for (size_t n = first; n < first + std::max<size_t>(bytes / r.element, 1); ++n) {
       uint64_t& writer = r.writer[n];
       if (how == Global::read && writer == 0 && r.access == Access::write)

@@ -188,7 +188,9 @@ void abort_block() {
 }
 
 void launch(int64_t blocks, int threads, int shared_bytes, const std::function<void()>& kernel) {
+  static uint64_t launches = 0;
   Block b{};
+  b.launch = ++launches;
   b.blocks = blocks, b.threads = threads, b.kernel = &kernel, b.random = options().seed * 0x9e3779b97f4a7c15ull + 1;
   b.memory.resize(shared_bytes), b.cells.resize(shared_bytes / 4 + 1), b.warps.resize((threads + 31) / 32);
   for (int n = 0; n < threads; ++n) {

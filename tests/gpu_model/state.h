@@ -54,6 +54,7 @@ struct Cell {
 
 struct Block {
   int64_t blocks, number = 0;
+  uint64_t launch = 0;  // one for each launch of this process
   int threads, waiting = 0, done = 0;
   uint32_t epoch = 1;
   bool aborted = false;
