@@ -180,6 +180,12 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
+DEVICE float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // --- launches ---
 template <class... Parameters>
 void launch(void (*kernel)(Parameters...), Index blocks, int threads, int shared_bytes, cudaStream_t stream,

@@ -36,7 +36,7 @@ struct BackwardInput {
   Tensor4 out, grad_out;        // [B, H, Lq, Dv]
   const void *lse, *grad_lse;   // [B, H, Lq]; grad_lse may be null
   void *base, *log2_l, *delta;  // [B, H, Lq], written by the first pass: p = 2^(s - base - log2_l)
-  int* inexact = nullptr;       // a flag, raised where lse is too large to give p by itself
+  int* inexact = nullptr;       // a flag, raised where tensor cores will not do: lse too large, or a value not finite
 };
 
 // A gradient that is not defined was not asked for.

@@ -61,7 +61,9 @@ DEVICE void find_delta(const Site& site, const BackwardInput& in, Index query) {
     for (int n = 16; n > 0; n /= 2) sum += device::shuffle_xor(sum, n);
     if (device::thread() % 32 > 0) continue;
     const Index i = site.row_of(query + row);
-    put_row_value(in.delta, i, in.grad_lse ? sum - row_value<T>(in.grad_lse, i) : sum);
+    if (in.grad_lse) sum -= row_value<T>(in.grad_lse, i);
+    if (in.inexact && !(sum - sum == 0)) device::raise(in.inexact);  // not finite: 0 times it is not 0
+    put_row_value(in.delta, i, sum);
   }
 }
 

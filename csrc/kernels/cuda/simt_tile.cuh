@@ -38,7 +38,7 @@ DEVICE T row_max(T x) {
 // A block's shared memory: two slices of operands, a tile of weights, and the tile's bits.
 template <class T>
 struct SimtMemory {
-  static constexpr int kDepth = 16, kStride = kSimtTile + 1;  // one more, against bank conflicts
+  static constexpr int kDepth = 32, kStride = kSimtTile + 1;  // one more, against bank conflicts
   static constexpr int kSlice = kDepth * kStride * int(sizeof(T)), kWeights = kSimtTile * kStride * int(sizeof(T));
   static constexpr int kWords = kSimtTile / 32, kBits = kSimtTile * kWords * 4;
   static constexpr int kBytes = 2 * kSlice + kWeights + 2 * kBits;
@@ -70,6 +70,17 @@ DEVICE void stage(const Rows& from, PlaceOf&& place_of, const device::Shared<T>&
   });
 }
 
+// Calls f for 0 .. count - 1, at most Depth; a loop of fixed length unrolls.
+template <int Depth, class F>
+DEVICE void each_slice(Index count, F&& f) {
+  if (count < Depth) {
+    for (int n = 0; n < int(count); ++n) f(n);
+    return;
+  }
+#pragma unroll 8
+  for (int n = 0; n < Depth; ++n) f(n);
+}
+
 // acc[r][c] += sum_d a(row, d) b(column, d)
 template <class T>
 DEVICE void multiply_rows(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows& a, const Rows& b, Index depth) {
@@ -80,13 +91,12 @@ DEVICE void multiply_rows(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows
     stage(a, [&](int n) { return Place{n / kDepth, first + n % kDepth, n % kDepth * kStride + n / kDepth}; }, m.a);
     stage(b, [&](int n) { return Place{n / kDepth, first + n % kDepth, n % kDepth * kStride + n / kDepth}; }, m.b);
     device::sync_threads();
-    const int last = depth - first < kDepth ? int(depth - first) : kDepth;
-    for (int d = 0; d < last; ++d) {
+    each_slice<kDepth>(depth - first, [&](int d) {
       T x[4], y[4];
       for (int r = 0; r < 4; ++r) x[r] = m.a[d * kStride + t.row(r)], y[r] = m.b[d * kStride + t.column(r)];
       for (int r = 0; r < 4; ++r)
         for (int c = 0; c < 4; ++c) acc[r][c] += x[r] * y[c];
-    }
+    });
   }
 }
 
@@ -106,17 +116,20 @@ DEVICE void multiply_columns(SimtValues<T>& acc, const SimtMemory<T>& m, const R
         },
         m.b);
     device::sync_threads();
-    const int last = rows - from < kDepth ? rows - from : kDepth;
-    for (int n = 0; n < last; ++n) {
+    const auto add = [&]<bool Some>(int n) {
       T y[4];
       for (int c = 0; c < 4; ++c) y[c] = m.b[n * kStride + t.column(c)];
       for (int r = 0; r < 4; ++r) {
         const int query = Transposed ? from + n : t.row(r), key = Transposed ? t.row(r) : from + n;
-        if (some && !m.bit(m.visible, query, key)) continue;
+        if (Some && !m.bit(m.visible, query, key)) continue;
         const T w = m.weights[query * kStride + key];
         for (int c = 0; c < 4; ++c) acc[r][c] += w * y[c];
       }
-    }
+    };
+    if (some)
+      each_slice<kDepth>(rows - from, [&](int n) { add.template operator()<true>(n); });
+    else
+      each_slice<kDepth>(rows - from, [&](int n) { add.template operator()<false>(n); });
   }
 }
 
@@ -144,9 +157,9 @@ struct SimtScores {
     if (some)
       fill_bits<kSimtThreads>(m.visible, kSimtTile, kSimtTile,
                               [&](int i, int j) { return site.visible(query + i, key + j); });
-    if (p.dropout.on())
+    if (const DropoutStream stream = site.dropout(); p.dropout.on())
       fill_bits<kSimtThreads>(m.kept, kSimtTile, kSimtTile,
-                              [&](int i, int j) { return site.kept(query + i, key + j); });
+                              [&](int i, int j) { return kept_bits(stream, query + i, key + j); });
     device::sync_threads();
     clear(s);
     multiply_rows(s, m, site.q(query), site.k(key), p.width);

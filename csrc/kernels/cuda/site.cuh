@@ -79,6 +79,7 @@ DEVICE bool nothing_to_do(const Problem& p) {
 struct Site {
   const Problem& of;
   Index b, h;
+  bool asks_bias = true;  // whether the bits of a tile know where a bias hides places
 
   DEVICE Rows q(Index row) const { return {of.q, b, h, row}; }
   DEVICE Rows k(Index row) const { return {of.k, b, h / of.group(), row}; }
@@ -97,7 +98,7 @@ struct Site {
     const Tile tile{nullptr, int(last_row - row + 1), int32_t(row), int32_t(last_row), int32_t(key), int32_t(last_key)};
     const Cover cover = of.mask.cover(b, h, tile);
     // A bias may hide places; a tile that sticks out has places that are none.
-    const bool pure = !of.bias.defined() && row + rows <= of.queries && key + keys <= of.keys;
+    const bool pure = !(asks_bias && of.bias.defined()) && row + rows <= of.queries && key + keys <= of.keys;
     return cover == Cover::all && !pure ? Cover::some : cover;
   }
 
@@ -111,23 +112,27 @@ struct Site {
     if (i >= of.queries || j >= of.keys) return 0;
     const int count = of.keys - j < 32 ? int(of.keys - j) : 32;
     uint32_t bits = of.mask.visible(b, h, int32_t(i), int32_t(j), count);
-    if (of.bias.defined())
-      for (int n = 0; n < count; ++n)
-        if (load_element<double>(of.bias, bias_offset(i, j + n)) == -kInfinity<double>) bits &= ~(1u << n);
+    if (asks_bias && of.bias.defined())
+      with_element(of.bias.element, [&]<class E>(E*) {
+        const E* bias = static_cast<const E*>(of.bias.data) + bias_offset(i, j);
+        for (int n = 0; n < count; ++n)
+          if (convert<double>(device::load(bias + n * of.bias.strides[3])) == -kInfinity<double>) bits &= ~(1u << n);
+      });
     return bits;
   }
 
-  // Bit n: whether dropout keeps row i and key j + n; j is a multiple of 8.
-  DEVICE_APART uint32_t kept(Index i, Index j) const {
-    const DropoutStream stream = of.dropout.stream(b, h);
-    uint32_t bits = 0;
-    for (int group = 0; group < 4; ++group) {
-      const Philox random = stream.eight(uint32_t(i), uint32_t(j / 8 + group));
-      for (int n = 0; n < 8; ++n) bits |= uint32_t(stream.keeps(random, n)) << (8 * group + n);
-    }
-    return bits;
-  }
+  DEVICE DropoutStream dropout() const { return of.dropout.on() ? of.dropout.stream(b, h) : DropoutStream{}; }
 };
+
+// Bit n: whether dropout keeps row i and key j + n; j is a multiple of 8.
+DEVICE_APART uint32_t kept_bits(const DropoutStream& stream, Index i, Index j) {
+  uint32_t bits = 0;
+  for (int group = 0; group < 4; ++group) {
+    const Philox random = stream.eight(uint32_t(i), uint32_t(j / 8 + group));
+    for (int n = 0; n < 8; ++n) bits |= uint32_t(stream.keeps(random, n)) << (8 * group + n);
+  }
+  return bits;
+}
 
 // Fills bits [rows][keys / 32] of a tile; the block's threads share the work.
 template <int Threads, class F>

@@ -6,22 +6,6 @@
 
 namespace attention_ops {
 
-// The gradient of one score from its product, dp, and what its row knows; hidden and dropped places are zero.
-struct TensorGradient {
-  float p, ds;
-
-  template <bool Extra, class E>
-  static DEVICE TensorGradient of(float x, float dp, float base, float delta, bool visible, bool kept, float factor,
-                                  const ScoreRule<E>& rule, int i, int j) {
-    float slope = 1, score = x * rule.factor;
-    if constexpr (Extra) score = rule.score(x, i, j, slope);
-    const float p = visible ? device::exp2_fast(score - base) : 0;
-    if constexpr (!Extra) return {p, visible ? p * (dp - delta) : 0};
-    const float through = kept ? factor * dp : 0;
-    return {kept ? factor * p : 0, visible ? p * (through - delta) * slope : 0};
-  }
-};
-
 // --- queries' side ---
 
 template <int Width, bool Extra>
@@ -38,6 +22,7 @@ struct QueriesShape<128, true> : TensorShape<128, 8, 1, 32, true> {};
 // Shared memory, in bytes: the owned rows of two tensors, two stages of two others, the bits of a tile [rows][words].
 template <class S, int Rows, int Words>
 struct BackwardMemory {
+  static constexpr int kWords = Words;
   static constexpr int kBits = Rows * Words * 4, kStages = 2 * S::kOwnBytes;
   static constexpr int kVisible = kStages + 4 * S::kStepBytes, kKept = kVisible + kBits;
   static constexpr int kRowValues = kKept + (S::kExtra ? kBits : 0);  // [stage][base, delta][step]
@@ -49,25 +34,7 @@ struct BackwardMemory {
   }
   device::Shared<uint32_t> visible = device::shared<uint32_t>(kVisible), kept = device::shared<uint32_t>(kKept);
   device::Shared<float> row_values = device::shared<float>(kRowValues);
-
-  // Bit `key` of row `query`.
-  static DEVICE bool bit(const device::Shared<uint32_t>& bits, int query, int key) {
-    return bits[query * Words + key / 32] >> (key % 32) & 1;
-  }
 };
-
-// The bits of a tile, where it needs any; they are words, so fewer than 32 keys are a word too.
-template <class S, class Memory>
-DEVICE void fill_tile_bits(const Memory& memory, const Site& site, bool some, bool drops, int query, int queries,
-                           int key, int keys) {
-  const int whole = (keys + 31) / 32 * 32;
-  if (some)
-    fill_bits<S::kThreads>(memory.visible, queries, whole,
-                           [&](int i, int j) { return site.visible(query + i, key + j); });
-  if (drops)
-    fill_bits<S::kThreads>(memory.kept, queries, whole, [&](int i, int j) { return site.kept(query + i, key + j); });
-  if (some || drops) device::sync_threads();
-}
 
 template <class S>
 using QueriesMemory = BackwardMemory<S, S::kOwn, (S::kStep + 31) / 32>;
@@ -81,7 +48,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const QueriesMemory<S> memory;
   const Index bh = device::block() / tiles;
   const int query = (tiles - 1 - int(device::block() % tiles)) * S::kOwn, warp_row = t.warp * S::kWarpRows;
-  const Site site{p, bh / p.heads, bh % p.heads};
+  const Site site{p, bh / p.heads, bh % p.heads, false};
   const AlignedRows<E> k(site.k(0)), v(site.v(0));
   const auto fetch = [&](int tile, int stage) {
     copy_tile<kWidth, S::kThreads, S::kStep>(memory.stage(stage, 0), k, tile * S::kStep);
@@ -103,8 +70,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     base[h] = i < p.queries ? device::load(static_cast<const float*>(in.base) + site.row_of(i)) : 0;
     delta[h] = i < p.queries ? device::load(static_cast<const float*>(in.delta) + site.row_of(i)) : 0;
   }
-  const ScoreRule<E> rule(site);
-  const float kept_factor = float(p.dropout.scale());
+  const TensorScores<E> scores{p};
+  const DropoutStream stream = site.dropout();
+  const float unit = scores.unit(S::kExtra), kept_factor = float(p.dropout.scale());
   const bool drops = S::kExtra && p.dropout.on();
   const uint32_t q = left_operand<kWidth>(memory.own[0], warp_row, t.lane);
   const uint32_t grad_out = left_operand<kWidth>(memory.own[1], warp_row, t.lane);
@@ -116,26 +84,35 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     device::sync_threads();
     if (!walk.done()) fetch(walk.tile(), stage ^ 1);
     device::commit_copies();
-    fill_tile_bits<S>(memory, site, some, drops, query, S::kOwn, key, S::kStep);
-    if (some && in.inexact) check_finite<E, S::kThreads>(memory.stage(stage, 0), S::kStepBytes, in.inexact);
+    fill_tile_bits<S::kThreads>(memory, site, stream, some, drops, query, S::kOwn, key, S::kStep);
+    if (in.inexact && (some || p.bias.defined()))
+      check_finite<E, S::kThreads>(memory.stage(stage, 0), S::kStepBytes, in.inexact);
 
     float s[M][N][4], dp[M][N][4];
     clear(s), clear(dp);
     multiply_transposed<E, kWidth>(s, q, memory.stage(stage, 0), t.lane);
     multiply_transposed<E, kWidth>(dp, grad_out, memory.stage(stage, 1), t.lane);
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int c = 0; c < N; ++c)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int row = warp_row + m * 16 + t.row(e), column = c * 8 + t.column(e), h = 2 * m + e / 2;
-          const bool visible = !some || memory.bit(memory.visible, row, column);
-          const bool kept = !drops || memory.bit(memory.kept, row, column);
-          dp[m][c][e] = TensorGradient::of<S::kExtra>(s[m][c][e], dp[m][c][e], base[h], delta[h], visible, kept,
-                                                      kept_factor, rule, query + row, key + column)
-                            .ds;
-        }
+    [[maybe_unused]] float slope[S::kExtra ? M : 1][S::kExtra ? N : 1][4];
+    if constexpr (S::kExtra) {
+      const auto place = [&](int m, int c, int e, int& i, int& j) {
+        i = query + warp_row + m * 16 + t.row(e), j = key + c * 8 + t.column(e);
+      };
+      scores.finish(s, slope, site, place, [&](int m, int c, int e) { dp[m][c][e] = 0; });
+    }
+    if (some)
+      each_unset<memory.kWords, M, N>(memory.visible, warp_row, t,
+                                      [&](int m, int c, int e) { s[m][c][e] = -kInfinity<float>, dp[m][c][e] = 0; });
+    if (drops) {
+      each_element<M, N>([&](int m, int c, int e) { dp[m][c][e] *= kept_factor; });
+      each_unset<memory.kWords, M, N>(memory.kept, warp_row, t, [&](int m, int c, int e) { dp[m][c][e] = 0; });
+    }
+    each_element<M, N>([&](int m, int c, int e) {
+      const int h = 2 * m + e / 2;
+      dp[m][c][e] = device::exp2_fast(s[m][c][e] * unit - base[h]) * (dp[m][c][e] - delta[h]);
+    });
+    if constexpr (S::kExtra) {
+      if (p.softcap > 0) each_element<M, N>([&](int m, int c, int e) { dp[m][c][e] *= slope[m][c][e]; });
+    }
     multiply<E, kWidth>(dq, dp, memory.stage(stage, 0), t.lane);
   }
   float factor[2 * M];
@@ -174,7 +151,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int key = int(device::block() % tiles) * S::kOwn, warp_row = t.warp * S::kWarpRows;
   const int row_tiles = int((p.queries + S::kStep - 1) / S::kStep);
   // Tile n of the walk: a tile of queries of a head of the group.
-  const auto site_of = [&](int n) { return Site{p, b, key_head * p.group() + n / row_tiles}; };
+  const auto site_of = [&](int n) { return Site{p, b, key_head * p.group() + n / row_tiles, false}; };
   const auto query_of = [&](int n) { return n % row_tiles * S::kStep; };
   const auto fetch = [&](int n, int stage) {
     const Site site = site_of(n);
@@ -199,7 +176,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   device::commit_copies();
   float dk[kKey ? M : 1][kKey ? kWidth / 8 : 1][4], dv[kValue ? M : 1][kValue ? kWidth / 8 : 1][4];
   clear(dk), clear(dv);
-  const float kept_factor = float(p.dropout.scale());
+  const TensorScores<E> scores{p};
+  DropoutStream stream = site_of(0).dropout();
+  const float unit = scores.unit(S::kExtra), kept_factor = float(p.dropout.scale());
   const bool drops = S::kExtra && p.dropout.on();
   const uint32_t k = left_operand<kWidth>(memory.own[0], warp_row, t.lane);
   const uint32_t v = left_operand<kWidth>(memory.own[1], warp_row, t.lane);
@@ -207,36 +186,55 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const int stage = n & 1, query = query_of(walk.tile());
     const bool some = !walk.whole();
     const Site site = site_of(walk.tile());
-    const ScoreRule<E> rule(site);
+    stream.head = uint32_t(site.h);
     walk.next();
     device::wait_for_copies();
     device::sync_threads();
     if (!walk.done()) fetch(walk.tile(), stage ^ 1);
     device::commit_copies();
-    fill_tile_bits<S>(memory, site, some, drops, query, S::kStep, key, S::kOwn);
-    if (some && in.inexact) check_finite<E, S::kThreads>(memory.stage(stage, 0), 2 * S::kStepBytes, in.inexact);
+    fill_tile_bits<S::kThreads>(memory, site, stream, some, drops, query, S::kStep, key, S::kOwn);
+    if (in.inexact && (some || p.bias.defined()))
+      check_finite<E, S::kThreads>(memory.stage(stage, 0), 2 * S::kStepBytes, in.inexact);
 
     float s[M][N][4], dp[M][N][4];  // rows are keys, columns are queries
     clear(s), clear(dp);
     multiply_transposed<E, kWidth>(s, k, memory.stage(stage, 0), t.lane);
     if constexpr (kKey) multiply_transposed<E, kWidth>(dp, v, memory.stage(stage, 1), t.lane);
+    [[maybe_unused]] float slope[S::kExtra ? M : 1][S::kExtra ? N : 1][4];
+    if constexpr (S::kExtra) {
+      const auto place = [&](int m, int c, int e, int& i, int& j) {
+        i = query + c * 8 + t.column(e), j = key + warp_row + m * 16 + t.row(e);
+      };
+      scores.finish(s, slope, site, place, [&](int m, int c, int e) { dp[m][c][e] = 0; });
+    }
+    if (some)
+      each_unset_transposed<memory.kWords, M, N>(
+          memory.visible, warp_row, t, [&](int m, int c, int e) { s[m][c][e] = -kInfinity<float>, dp[m][c][e] = 0; });
+    if (drops) {
+      each_element<M, N>([&](int m, int c, int e) { dp[m][c][e] *= kept_factor; });
+      each_unset_transposed<memory.kWords, M, N>(memory.kept, warp_row, t,
+                                                 [&](int m, int c, int e) { dp[m][c][e] = 0; });
+    }
 #pragma unroll
     for (int c = 0; c < N; ++c)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int column = c * 8 + t.column(i);
-        const float base = memory.row_values[2 * stage * S::kStep + column];
-        const float delta = memory.row_values[(2 * stage + 1) * S::kStep + column];
+        const float base = memory.row_values[2 * stage * S::kStep + c * 8 + t.column(i)];
+        const float delta = memory.row_values[(2 * stage + 1) * S::kStep + c * 8 + t.column(i)];
 #pragma unroll
         for (int h = 0; h < 2 * M; ++h) {
-          const int row = warp_row + h * 8 + t.lane / 4, m = h / 2, e = h % 2 * 2 + i;
-          const bool visible = !some || memory.bit(memory.visible, column, row);
-          const bool kept = !drops || memory.bit(memory.kept, column, row);
-          const TensorGradient grad = TensorGradient::of<S::kExtra>(s[m][c][e], dp[m][c][e], base, delta, visible, kept,
-                                                                    kept_factor, rule, query + column, key + row);
-          s[m][c][e] = grad.p, dp[m][c][e] = grad.ds;
+          float &x = s[h / 2][c][h % 2 * 2 + i], &y = dp[h / 2][c][h % 2 * 2 + i];
+          x = device::exp2_fast(x * unit - base), y = x * (y - delta);
         }
       }
+    if constexpr (S::kExtra) {
+      if (p.softcap > 0) each_element<M, N>([&](int m, int c, int e) { dp[m][c][e] *= slope[m][c][e]; });
+    }
+    if (drops) {
+      each_element<M, N>([&](int m, int c, int e) { s[m][c][e] *= kept_factor; });
+      each_unset_transposed<memory.kWords, M, N>(memory.kept, warp_row, t,
+                                                 [&](int m, int c, int e) { s[m][c][e] = 0; });
+    }
     if constexpr (kValue) multiply<E, kWidth>(dv, s, memory.stage(stage, 1), t.lane);
     if constexpr (kKey) multiply<E, kWidth>(dk, dp, memory.stage(stage, 0), t.lane);
   }

@@ -28,9 +28,6 @@ struct ForwardMemory {
   DEVICE uint32_t k(int stage) const { return device::shared_address(kStages + 2 * stage * S::kStepBytes); }
   DEVICE uint32_t v(int stage) const { return k(stage) + S::kStepBytes; }
   device::Shared<uint32_t> visible = device::shared<uint32_t>(kVisible), kept = device::shared<uint32_t>(kKept);
-
-  // The bits of a lane's row of a tile, from column 32 w on.
-  static DEVICE uint32_t word(const device::Shared<uint32_t>& bits, int row, int w) { return bits[row * kWords + w]; }
 };
 
 // The running softmax of a lane's rows; the four lanes of a quad hold a row between them.
@@ -65,38 +62,6 @@ struct TensorRows {
   }
 };
 
-// Hidden scores become minus infinity; `bits` of the lane's rows from the first on.
-template <class S, int M, int N>
-DEVICE void hide(float (&s)[M][N][4], const ForwardMemory<S>& memory, const TensorLane& t) {
-#pragma unroll
-  for (int h = 0; h < 2 * M; ++h)
-#pragma unroll
-    for (int w = 0; w < N / 4; ++w) {
-      const uint32_t bits = memory.word(memory.visible, t.warp * S::kWarpRows + h * 8 + t.lane / 4, w) >> t.column(0);
-#pragma unroll
-      for (int n = 0; n < 4; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (!(bits >> (8 * n + i) & 1)) s[h / 2][w * 4 + n][h % 2 * 2 + i] = -kInfinity<float>;
-    }
-}
-
-// Dropped weights become 0, after they have been counted in the sum.
-template <class S, int M, int N>
-DEVICE void drop(float (&p)[M][N][4], const ForwardMemory<S>& memory, const TensorLane& t) {
-#pragma unroll
-  for (int h = 0; h < 2 * M; ++h)
-#pragma unroll
-    for (int w = 0; w < N / 4; ++w) {
-      const uint32_t bits = memory.word(memory.kept, t.warp * S::kWarpRows + h * 8 + t.lane / 4, w) >> t.column(0);
-#pragma unroll
-      for (int n = 0; n < 4; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (!(bits >> (8 * n + i) & 1)) p[h / 2][w * 4 + n][h % 2 * 2 + i] = 0;
-    }
-}
-
 // o / l and lse = m + log l, to their places; out goes through the tile of the queries.
 template <class E, class S, int M>
 DEVICE void finish_forward(const Site& site, const ForwardResult& result, const TensorRows<M>& rows,
@@ -129,7 +94,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const Index bh = device::block() / tiles;
   const int query = (tiles - 1 - int(device::block() % tiles)) * S::kOwn;  // the longest of a causal mask first
   const int warp_row = t.warp * S::kWarpRows;
-  const Site site{p, bh / p.heads, bh % p.heads};
+  const Site site{p, bh / p.heads, bh % p.heads, false};
   const AlignedRows<E> k(site.k(0)), v(site.v(0));
   const auto fetch = [&](int tile, int stage) {
     copy_tile<kWidth, S::kThreads, S::kStep>(memory.k(stage), k, tile * S::kStep);
@@ -143,8 +108,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   device::commit_copies();
 
-  const ScoreRule<E> rule(site);
-  const float unit = S::kExtra ? 1.f : float(p.scale * kLog2e<double>);
+  const TensorScores<E> scores{p};
+  const DropoutStream stream = site.dropout();
+  const float unit = scores.unit(S::kExtra);
   const uint32_t q = left_operand<kWidth>(memory.q, warp_row, t.lane);
   HeldOperand<kHeld ? kWidth : 16, M> held;
   TensorRows<M> rows(S::kExtra ? site.sink<float>() : -kInfinity<float>);
@@ -158,14 +124,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     device::sync_threads();
     if (!walk.done()) fetch(walk.tile(), stage ^ 1);
     device::commit_copies();
-    if (some)
-      fill_bits<S::kThreads>(memory.visible, S::kOwn, S::kStep,
-                             [&](int i, int j) { return site.visible(query + i, key + j); });
-    if (drops)
-      fill_bits<S::kThreads>(memory.kept, S::kOwn, S::kStep,
-                             [&](int i, int j) { return site.kept(query + i, key + j); });
-    if (some || drops) device::sync_threads();
-    if (some && inexact) check_finite<E, S::kThreads>(memory.v(stage), S::kStepBytes, inexact);
+    fill_tile_bits<S::kThreads>(memory, site, stream, some, drops, query, S::kOwn, key, S::kStep);
+    if (inexact && (some || p.bias.defined())) check_finite<E, S::kThreads>(memory.v(stage), S::kStepBytes, inexact);
 
     float s[M][N][4];
     clear(s);
@@ -182,23 +142,23 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       multiply_transposed<E, kWidth>(s, q, memory.k(stage), t.lane);
     }
     if constexpr (S::kExtra) {
-      float slope;
-#pragma unroll
-      for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int c = 0; c < N; ++c)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            s[m][c][e] = rule.score(s[m][c][e], query + warp_row + m * 16 + t.row(e), key + c * 8 + t.column(e), slope);
+      float slope[M][N][4];
+      const auto place = [&](int m, int c, int e, int& i, int& j) {
+        i = query + warp_row + m * 16 + t.row(e), j = key + c * 8 + t.column(e);
+      };
+      scores.finish(s, slope, site, place, [](int, int, int) {});
     }
-    if (some) hide<S>(s, memory, t);
+    if (some)
+      each_unset<memory.kWords, M, N>(memory.visible, warp_row, t,
+                                      [&](int m, int c, int e) { s[m][c][e] = -kInfinity<float>; });
 #pragma unroll
     for (int h = 0; h < 2 * M; ++h) {
       const float alpha = rows.update(s[h / 2], h, unit);
 #pragma unroll
       for (int d = 0; d < kWidth / 8; ++d) o[h / 2][d][h % 2 * 2] *= alpha, o[h / 2][d][h % 2 * 2 + 1] *= alpha;
     }
-    if (drops) drop<S>(s, memory, t);
+    if (drops)  // after they have been counted in the sum
+      each_unset<memory.kWords, M, N>(memory.kept, warp_row, t, [&](int m, int c, int e) { s[m][c][e] = 0; });
     multiply<E, kWidth>(o, s, memory.v(stage), t.lane);
   }
   finish_forward<E, S>(site, result, rows, o, query, unit, memory.q);

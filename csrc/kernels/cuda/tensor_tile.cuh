@@ -179,43 +179,116 @@ DEVICE void store_rows(uint32_t tile, int warp_row, int lane, const float (&acc)
   }
 }
 
+// Calls f(m, n, e) where the bits [row][Words] of a tile are not set; the warp's rows begin at `first`.
+template <int Words, int M, int N, class F>
+DEVICE void each_unset(const device::Shared<uint32_t>& bits, int first, const TensorLane& t, F&& f) {
+#pragma unroll
+  for (int h = 0; h < 2 * M; ++h) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      if (n % 4 == 0) word = bits[(first + h * 8 + t.lane / 4) * Words + n / 4] >> t.column(0);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (!(word >> (n % 4 * 8 + i) & 1)) f(h / 2, n, h % 2 * 2 + i);
+    }
+  }
+}
+
+// The same for bits [column][Words] of a transposed tile.
+template <int Words, int M, int N, class F>
+DEVICE void each_unset_transposed(const device::Shared<uint32_t>& bits, int first, const TensorLane& t, F&& f) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        const int row = first + 16 * m;
+        const uint32_t word = bits[(n * 8 + t.column(i)) * Words + row / 32] >> (row % 32 + t.lane / 4);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (!(word >> (8 * half) & 1)) f(m, n, half * 2 + i);
+      }
+}
+
+// Calls f(m, n, e) for every element.
+template <int M, int N, class F>
+DEVICE void each_element(F&& f) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(m, n, e);
+}
+
 // --- scores ---
 
 // tanh to seven digits of 1.
 DEVICE float tanh_fast(float x) {
-  return 1 - 2 / (device::exp2_fast(x * (2 * kLog2e<float>)) + 1);
+  return 1 - 2 * device::reciprocal_fast(device::exp2_fast(x * (2 * kLog2e<float>)) + 1);
 }
 
-// What turns q k' into a score in log2 units, for blocks with extras.
+// What turns the products of a tile into scores. In plain blocks that is a factor; in those with extras scores leave
+// here in log2 units.
 template <class E>
-struct ScoreRule {
-  const Site& site;
-  float factor, unit;  // x = factor q k'; with a softcap the score is unit tanh(x)
-  bool has_softcap, has_bias, wide_bias;
+struct TensorScores {
+  const Problem& p;
 
-  DEVICE explicit ScoreRule(const Site& s)
-      : site(s),
-        has_softcap(s.of.softcap > 0),
-        has_bias(s.of.bias.defined()),
-        wide_bias(s.of.bias.element == Element::float32) {
-    factor = float(has_softcap ? s.of.scale / s.of.softcap : s.of.scale * kLog2e<double>);
-    unit = float(s.of.softcap * kLog2e<double>);
+  DEVICE float unit(bool extra) const { return extra ? 1 : float(p.scale * kLog2e<double>); }
+
+  // s in place, and the slope of the softcap where there is one. place(m, n, e, i, j) says where an element stands, and
+  // hidden(m, n, e) is told where a bias of minus infinity hides it.
+  template <int M, int N, class Place, class Hidden>
+  DEVICE void finish(float (&s)[M][N][4], float (&slope)[M][N][4], const Site& site, Place&& place,
+                     Hidden&& hidden) const {
+    const float unit = float(p.softcap * kLog2e<double>), factor = float(p.scale / p.softcap);
+    if (p.softcap > 0)
+      each_element<M, N>([&](int m, int n, int e) {
+        const float x = tanh_fast(s[m][n][e] * factor);
+        slope[m][n][e] = 1 - x * x, s[m][n][e] = unit * x;
+      });
+    else
+      each_element<M, N>([&](int m, int n, int e) { s[m][n][e] *= float(p.scale * kLog2e<double>); });
+    if (!p.bias.defined()) return;
+    if (p.bias.element == Element::float32)
+      add_bias<float>(s, site, place, hidden);
+    else
+      add_bias<E>(s, site, place, hidden);
   }
-  // The slope of the softcap comes back by reference.
-  DEVICE float score(float x, int i, int j, float& slope) const {
-    x *= factor;
-    slope = 1;
-    if (has_softcap) {
-      const float t = tanh_fast(x);
-      slope = 1 - t * t, x = unit * t;
-    }
-    return has_bias && i < site.of.queries && j < site.of.keys ? x + bias(i, j) : x;
-  }
-  DEVICE float bias(int i, int j) const {
-    const Index n = site.bias_offset(i, j);
-    return in_log2_units(wide_bias ? device::load(static_cast<const float*>(site.of.bias.data) + n)
-                                   : float(device::load(static_cast<const E*>(site.of.bias.data) + n)));
+
+ private:
+  template <class B, int M, int N, class Place, class Hidden>
+  DEVICE void add_bias(float (&s)[M][N][4], const Site& site, Place&& place, Hidden&& hidden) const {
+    const B* bias = static_cast<const B*>(p.bias.data);
+    each_element<M, N>([&](int m, int n, int e) {
+      int i, j;
+      place(m, n, e, i, j);
+      if (i >= p.queries || j >= p.keys) return;
+      const float x = in_log2_units(float(device::load(bias + site.bias_offset(i, j))));
+      if (x == -kInfinity<float>) {
+        s[m][n][e] = x;
+        hidden(m, n, e);
+      } else {
+        s[m][n][e] += x;
+      }
+    });
   }
 };
+
+// The bits of a tile, where it needs any; they are words, so fewer than 32 keys are a word too. Ends with a barrier if
+// there are some.
+template <int Threads, class Memory>
+DEVICE void fill_tile_bits(const Memory& memory, const Site& site, const DropoutStream& stream, bool some, bool drops,
+                           int query, int queries, int key, int keys) {
+  const int whole = (keys + 31) / 32 * 32;
+  if (some)
+    fill_bits<Threads>(memory.visible, queries, whole, [&](int i, int j) { return site.visible(query + i, key + j); });
+  if (drops)
+    fill_bits<Threads>(memory.kept, queries, whole,
+                       [&](int i, int j) { return kept_bits(stream, query + i, key + j); });
+  if (some || drops) device::sync_threads();
+}
 
 }  // namespace attention_ops

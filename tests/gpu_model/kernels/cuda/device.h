@@ -146,6 +146,10 @@ inline float exp2_fast(float x) {
   return y < 0x1p-126f ? 0 : y;
 }
 
+inline float reciprocal_fast(float x) {
+  return 1 / x;
+}
+
 template <class... Parameters>
 void launch(void (*kernel)(Parameters...), Index blocks, int threads, int shared_bytes, void*,
             const std::type_identity_t<Parameters>&... parameters) {
