@@ -51,12 +51,13 @@ def test_gradcheck(device):
         named = dict(zip(tensors, args, strict=True))
         return attention_ops.attention(**named, mask="causal", softcap=1.5, dropout_p=0.25, seed=seed, return_lse=True)
 
-    assert torch.autograd.gradcheck(function, list(tensors.values()))
+    assert torch.autograd.gradcheck(function, list(tensors.values()), fast_mode=device == "cpu")
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("junk", [float("inf"), float("nan")])
-@pytest.mark.parametrize("kind", ["dense", "padding", "bias"])
+@pytest.mark.parametrize(
+    ("kind", "junk"), [("dense", float("nan")), ("padding", float("inf")), ("bias", float("nan"))], ids=str
+)
 def test_what_stands_at_a_hidden_place_is_never_read(kind, junk, dtype, device):
     """Bitwise the same outputs and gradients, whatever a key and a value hold that nobody may see."""
     visible = torch.arange(80).expand(2, 1, 1, 80) < torch.tensor([70, 40])[:, None, None, None]

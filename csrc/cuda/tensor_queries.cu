@@ -1,7 +1,7 @@
 // Starts the queries' side of the backward pass on tensor cores.
 #include "cuda/kernels.h"
 #include "cuda/tensor_dispatch.h"
-#include "kernels/cuda/tensor_backward.cuh"
+#include "kernels/cuda/tensor_queries.cuh"
 
 namespace attention_ops {
 

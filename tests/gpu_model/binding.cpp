@@ -5,6 +5,7 @@
 
 #include "cuda/operators.h"
 #include "model.h"
+#include "plants.h"
 
 namespace attention_ops {
 namespace {
@@ -33,6 +34,8 @@ TORCH_LIBRARY(attention_ops_gpu_model, m) {
   m.def("set_options(int lanes, int blocks, int seed, bool late_copies) -> ()", set_options);
   m.def("take_counters() -> int[]", take_counters);
   m.def("take_findings() -> str[]", gpu_model::take_findings);
+  m.def("plant_names() -> str[]", gpu_model::plant_names);
+  m.def("run_plant(str name, bool right) -> ()", gpu_model::run_plant);
 }
 
 }  // namespace

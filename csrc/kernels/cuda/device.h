@@ -14,7 +14,7 @@
 
 #define DEVICE __device__ __forceinline__
 // For what is long and seldom run: one copy in each kernel.
-#define DEVICE_APART __device__ __noinline__
+#define DEVICE_APART inline __device__ __noinline__
 
 namespace attention_ops::device {
 

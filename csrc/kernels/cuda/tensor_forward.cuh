@@ -108,24 +108,24 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   device::commit_copies();
 
-  const TensorScores<E> scores{p};
   const DropoutStream stream = site.dropout();
-  const float unit = scores.unit(S::kExtra);
+  const float unit = score_unit<S>(p);
   const uint32_t q = left_operand<kWidth>(memory.q, warp_row, t.lane);
   HeldOperand<kHeld ? kWidth : 16, M> held;
   TensorRows<M> rows(S::kExtra ? site.sink<float>() : -kInfinity<float>);
   float o[M][kWidth / 8][4];
   clear(o);
   for (int n = 0; !walk.done(); ++n) {
-    const int stage = n & 1, key = walk.tile() * S::kStep;
-    const bool some = !walk.whole(), drops = S::kExtra && p.dropout.on();
+    const int stage = n & 1;
+    const TensorTile tile{site, query, walk.tile() * S::kStep, warp_row, !walk.whole(), S::kExtra && p.dropout.on()};
     walk.next();
     device::wait_for_copies();
     device::sync_threads();
     if (!walk.done()) fetch(walk.tile(), stage ^ 1);
     device::commit_copies();
-    fill_tile_bits<S::kThreads>(memory, site, stream, some, drops, query, S::kOwn, key, S::kStep);
-    if (inexact && (some || p.bias.defined())) check_finite<E, S::kThreads>(memory.v(stage), S::kStepBytes, inexact);
+    fill_tile_bits<S::kThreads>(memory, tile, stream, S::kOwn, S::kStep);
+    if (inexact && (tile.some || p.bias.defined()))
+      check_finite<E, S::kThreads>(memory.v(stage), S::kStepBytes, inexact);
 
     float s[M][N][4];
     clear(s);
@@ -143,22 +143,19 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
     if constexpr (S::kExtra) {
       float slope[M][N][4];
-      const auto place = [&](int m, int c, int e, int& i, int& j) {
-        i = query + warp_row + m * 16 + t.row(e), j = key + c * 8 + t.column(e);
-      };
-      scores.finish(s, slope, site, place, [](int, int, int) {});
+      finish_scores<false, E>(s, slope, tile, [](int, int, int) {});
     }
-    if (some)
-      each_unset<memory.kWords, M, N>(memory.visible, warp_row, t,
-                                      [&](int m, int c, int e) { s[m][c][e] = -kInfinity<float>; });
+    if (tile.some)
+      each_unset<false, memory.kWords, M, N>(memory.visible, warp_row,
+                                             [&](int m, int c, int e) { s[m][c][e] = -kInfinity<float>; });
 #pragma unroll
     for (int h = 0; h < 2 * M; ++h) {
       const float alpha = rows.update(s[h / 2], h, unit);
 #pragma unroll
       for (int d = 0; d < kWidth / 8; ++d) o[h / 2][d][h % 2 * 2] *= alpha, o[h / 2][d][h % 2 * 2 + 1] *= alpha;
     }
-    if (drops)  // after they have been counted in the sum
-      each_unset<memory.kWords, M, N>(memory.kept, warp_row, t, [&](int m, int c, int e) { s[m][c][e] = 0; });
+    if (tile.drops)  // after they have been counted in the sum
+      each_unset<false, memory.kWords, M, N>(memory.kept, warp_row, [&](int m, int c, int e) { s[m][c][e] = 0; });
     multiply<E, kWidth>(o, s, memory.v(stage), t.lane);
   }
   finish_forward<E, S>(site, result, rows, o, query, unit, memory.q);

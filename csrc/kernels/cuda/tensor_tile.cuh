@@ -179,36 +179,28 @@ DEVICE void store_rows(uint32_t tile, int warp_row, int lane, const float (&acc)
   }
 }
 
-// Calls f(m, n, e) where the bits [row][Words] of a tile are not set; the warp's rows begin at `first`.
-template <int Words, int M, int N, class F>
-DEVICE void each_unset(const device::Shared<uint32_t>& bits, int first, const TensorLane& t, F&& f) {
+// Calls f(m, n, e) where the bits of a tile are not set. Bits are [query][Words], a bit for each key; queries are the
+// tile's rows, or, Transposed, its columns. The warp's rows begin at `first`.
+template <bool Transposed, int Words, int M, int N, class F>
+DEVICE void each_unset(const device::Shared<uint32_t>& bits, int first, F&& f) {
+  const TensorLane t;
+  uint32_t word = 0;
 #pragma unroll
-  for (int h = 0; h < 2 * M; ++h) {
-    uint32_t word = 0;
+  for (int m = 0; m < M; ++m)
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      if (n % 4 == 0) word = bits[(first + h * 8 + t.lane / 4) * Words + n / 4] >> t.column(0);
+    for (int e = 0; e < 4; ++e)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (!(word >> (n % 4 * 8 + i) & 1)) f(h / 2, n, h % 2 * 2 + i);
-    }
-  }
-}
-
-// The same for bits [column][Words] of a transposed tile.
-template <int Words, int M, int N, class F>
-DEVICE void each_unset_transposed(const device::Shared<uint32_t>& bits, int first, const TensorLane& t, F&& f) {
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
+      for (int n = 0; n < N; ++n) {
         const int row = first + 16 * m;
-        const uint32_t word = bits[(n * 8 + t.column(i)) * Words + row / 32] >> (row % 32 + t.lane / 4);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (!(word >> (8 * half) & 1)) f(m, n, half * 2 + i);
+        bool set;
+        if constexpr (Transposed) {
+          word = bits[(n * 8 + t.column(e)) * Words + row / 32];
+          set = word >> (row % 32 + t.row(e)) & 1;
+        } else {
+          if (n % 4 == 0) word = bits[(row + t.row(e)) * Words + n / 4] >> t.column(e);
+          set = word >> (n % 4 * 8) & 1;
+        }
+        if (!set) f(m, n, e);
       }
 }
 
@@ -230,65 +222,78 @@ DEVICE float tanh_fast(float x) {
   return 1 - 2 * device::reciprocal_fast(device::exp2_fast(x * (2 * kLog2e<float>)) + 1);
 }
 
-// What turns the products of a tile into scores. In plain blocks that is a factor; in those with extras scores leave
-// here in log2 units.
-template <class E>
-struct TensorScores {
-  const Problem& p;
+// A tile of scores that a block works on: its first query and key, whether the bits say what is visible, and whether
+// weights are dropped. Rows of the tile are queries, or, Transposed, keys; those of the warp begin at `warp_row`.
+struct TensorTile {
+  const Site& site;
+  int query, key, warp_row;
+  bool some, drops;
 
-  DEVICE float unit(bool extra) const { return extra ? 1 : float(p.scale * kLog2e<double>); }
-
-  // s in place, and the slope of the softcap where there is one. place(m, n, e, i, j) says where an element stands, and
-  // hidden(m, n, e) is told where a bias of minus infinity hides it.
-  template <int M, int N, class Place, class Hidden>
-  DEVICE void finish(float (&s)[M][N][4], float (&slope)[M][N][4], const Site& site, Place&& place,
-                     Hidden&& hidden) const {
-    const float unit = float(p.softcap * kLog2e<double>), factor = float(p.scale / p.softcap);
-    if (p.softcap > 0)
-      each_element<M, N>([&](int m, int n, int e) {
-        const float x = tanh_fast(s[m][n][e] * factor);
-        slope[m][n][e] = 1 - x * x, s[m][n][e] = unit * x;
-      });
-    else
-      each_element<M, N>([&](int m, int n, int e) { s[m][n][e] *= float(p.scale * kLog2e<double>); });
-    if (!p.bias.defined()) return;
-    if (p.bias.element == Element::float32)
-      add_bias<float>(s, site, place, hidden);
-    else
-      add_bias<E>(s, site, place, hidden);
-  }
-
- private:
-  template <class B, int M, int N, class Place, class Hidden>
-  DEVICE void add_bias(float (&s)[M][N][4], const Site& site, Place&& place, Hidden&& hidden) const {
-    const B* bias = static_cast<const B*>(p.bias.data);
-    each_element<M, N>([&](int m, int n, int e) {
-      int i, j;
-      place(m, n, e, i, j);
-      if (i >= p.queries || j >= p.keys) return;
-      const float x = in_log2_units(float(device::load(bias + site.bias_offset(i, j))));
-      if (x == -kInfinity<float>) {
-        s[m][n][e] = x;
-        hidden(m, n, e);
-      } else {
-        s[m][n][e] += x;
-      }
-    });
+  template <bool Transposed>
+  DEVICE void place(int m, int n, int e, int& i, int& j) const {
+    const TensorLane t;
+    const int row = warp_row + m * 16 + t.row(e), column = n * 8 + t.column(e);
+    i = query + (Transposed ? column : row), j = key + (Transposed ? row : column);
   }
 };
+
+// Products times this are scores in log2 units; in blocks with extras `finish_scores` has put them there.
+template <class S>
+DEVICE float score_unit(const Problem& p) {
+  return S::kExtra ? 1 : float(p.scale * kLog2e<double>);
+}
+
+// hidden(m, n, e) is told where a bias of minus infinity hides a place.
+template <bool Transposed, class B, int M, int N, class Hidden>
+DEVICE void add_bias(float (&s)[M][N][4], const TensorTile& tile, Hidden&& hidden) {
+  const Problem& p = tile.site.of;
+  each_element<M, N>([&](int m, int n, int e) {
+    int i, j;
+    tile.place<Transposed>(m, n, e, i, j);
+    if (i >= p.queries || j >= p.keys) return;
+    const float x =
+        in_log2_units(float(device::load(static_cast<const B*>(p.bias.data) + tile.site.bias_offset(i, j))));
+    if (x == -kInfinity<float>) {
+      s[m][n][e] = x;
+      hidden(m, n, e);
+    } else {
+      s[m][n][e] += x;
+    }
+  });
+}
+
+// s := scores in log2 units, and the slope of the softcap where there is one.
+template <bool Transposed, class E, int M, int N, class Hidden>
+DEVICE void finish_scores(float (&s)[M][N][4], float (&slope)[M][N][4], const TensorTile& tile, Hidden&& hidden) {
+  const Problem& p = tile.site.of;
+  const float unit = float(p.softcap * kLog2e<double>), factor = float(p.scale / p.softcap);
+  if (p.softcap > 0)
+    each_element<M, N>([&](int m, int n, int e) {
+      const float x = tanh_fast(s[m][n][e] * factor);
+      slope[m][n][e] = 1 - x * x, s[m][n][e] = unit * x;
+    });
+  else
+    each_element<M, N>([&](int m, int n, int e) { s[m][n][e] *= float(p.scale * kLog2e<double>); });
+  if (!p.bias.defined()) return;
+  if (p.bias.element == Element::float32)
+    add_bias<Transposed, float>(s, tile, hidden);
+  else
+    add_bias<Transposed, E>(s, tile, hidden);
+}
 
 // The bits of a tile, where it needs any; they are words, so fewer than 32 keys are a word too. Ends with a barrier if
 // there are some.
 template <int Threads, class Memory>
-DEVICE void fill_tile_bits(const Memory& memory, const Site& site, const DropoutStream& stream, bool some, bool drops,
-                           int query, int queries, int key, int keys) {
+DEVICE void fill_tile_bits(const Memory& memory, const TensorTile& tile, const DropoutStream& stream, int queries,
+                           int keys) {
   const int whole = (keys + 31) / 32 * 32;
-  if (some)
-    fill_bits<Threads>(memory.visible, queries, whole, [&](int i, int j) { return site.visible(query + i, key + j); });
-  if (drops)
+  if (tile.some)
+    fill_bits<Threads>(memory.visible, queries, whole,
+                       [&](int i, int j) { return tile.site.visible(tile.query + i, tile.key + j); });
+  if (tile.drops)
     fill_bits<Threads>(memory.kept, queries, whole,
-                       [&](int i, int j) { return kept_bits(stream, query + i, key + j); });
-  if (some || drops) device::sync_threads();
+                       [&](int i, int j) { return kept_bits(stream, tile.query + i, tile.key + j); });
+  if (tile.some || tile.drops) device::sync_threads();
 }
 
 }  // namespace attention_ops
