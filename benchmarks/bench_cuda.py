@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    rounds = 7 if arguments.quick else 15
+    rounds = 7 if arguments.quick else 11
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
     print("| type | D | L | mask | pass | ms |", " | ".join(("ours", *PEERS)), "|  (TFLOP/s)")
     print("|" + "---|" * 10)

@@ -26,9 +26,26 @@ def test_values_and_gradients(case, device):
     test_attention.check(case, device)
 
 
+@needs_gpu
+@pytest.mark.parametrize("case", [case for case in cases.CASES if case not in cases.COMPACT], ids=str)
+def test_the_rest_of_the_grid(case):
+    test_attention.check(case, "cuda")
+
+
+HALF_WIDTHS = [(torch.bfloat16, n) for n in (24, 72, 136, 257)] + [(torch.float16, n) for n in (64, 128, 256)]
+
+
+@pytest.mark.parametrize(("dtype", "width"), HALF_WIDTHS, ids=str)
+def test_widths_of_half_types(dtype, width, device):
+    for mask in ("no_mask", "causal"):
+        test_attention.check(cases.Case(cases.Shape(1, 2, 1, 70, 75, width, 8), dtype=dtype, mask=mask), device)
+        test_attention.check(cases.Case(cases.Shape(1, 2, 1, 70, 75, 8, width), dtype=dtype, sinks=True), device)
+
+
 @pytest.mark.parametrize("shape", cases.EMPTY_SHAPES, ids=str)
 def test_empty(shape, device):
-    test_attention.check(cases.Case(shape, mask="padding", bias="bias", sinks=True), device)
+    for dtype in (torch.float32, torch.bfloat16):
+        test_attention.check(cases.Case(shape, mask="padding", bias="bias", sinks=True, dtype=dtype), device)
 
 
 @pytest.mark.parametrize("name", [*cases.KINDS, *cases.SQUARE_KINDS, *cases.BOTH])

@@ -11,12 +11,12 @@ namespace device = attention_ops::device;
 
 constexpr int kThreads = 64;
 
-struct Global {
+struct Arrays {
   float in[kThreads] = {}, out[2 * kThreads] = {};
 };
 
 // Each thread reads what the next one wrote.
-void neighbours(Global& g, bool barrier) {
+void neighbours(Arrays& g, bool barrier) {
   const auto shared = device::shared<float>(0);
   const int t = device::thread();
   shared[t] = float(t);
@@ -24,13 +24,13 @@ void neighbours(Global& g, bool barrier) {
   device::store(g.out + t, float(shared[(t + 1) % kThreads]));
 }
 
-void reuse(Global& g, bool barrier) {
+void reuse(Arrays& g, bool barrier) {
   neighbours(g, true);
   if (barrier) device::sync_threads();
   device::shared<float>(0)[device::thread()] = 1;
 }
 
-void within_warp(Global& g, bool barrier) {
+void within_warp(Arrays& g, bool barrier) {
   const auto shared = device::shared<float>(0);
   const int t = device::thread();
   shared[t] = float(t);
@@ -38,7 +38,7 @@ void within_warp(Global& g, bool barrier) {
   device::store(g.out + t, float(shared[t ^ 1]));
 }
 
-void copy(Global& g, bool wait) {
+void copy(Arrays& g, bool wait) {
   const int t = device::thread();
   if (t < 16) device::copy16(device::shared_address(t * 16), g.in + t * 4, true);
   device::commit_copies();
@@ -48,12 +48,12 @@ void copy(Global& g, bool wait) {
   device::wait_for_copies();
 }
 
-void barrier_in_a_branch(Global& g, bool right) {
+void barrier_in_a_branch(Arrays& g, bool right) {
   if (right || device::thread() < 32) device::sync_threads();
   device::store(g.out + device::thread(), 1.f);
 }
 
-void two_barriers(Global& g, bool right) {
+void two_barriers(Arrays& g, bool right) {
   if (right || device::thread() < 32)
     device::sync_threads();
   else
@@ -61,7 +61,7 @@ void two_barriers(Global& g, bool right) {
   device::store(g.out + device::thread(), 1.f);
 }
 
-void warp_in_a_branch(Global& g, bool right) {
+void warp_in_a_branch(Arrays& g, bool right) {
   float x = 1;
   if (right || device::thread() % 2 == 0)
     x = device::shuffle_xor(x, 1);
@@ -70,7 +70,7 @@ void warp_in_a_branch(Global& g, bool right) {
   device::store(g.out + device::thread(), x);
 }
 
-void matrices(Global& g, bool swizzled) {
+void matrices(Arrays& g, bool swizzled) {
   const int t = device::thread();
   for (int n = t; n < 1024; n += kThreads) device::store_shared(device::shared_address(n * 4), 0);
   device::sync_threads();
@@ -80,7 +80,7 @@ void matrices(Global& g, bool swizzled) {
   device::store(g.out + t, float(r[0]));
 }
 
-using Kernel = void (*)(Global&, bool right);
+using Kernel = void (*)(Arrays&, bool right);
 
 const std::map<std::string, Kernel> kPlants = {
     {"race-read-after-write", neighbours},
@@ -92,37 +92,37 @@ const std::map<std::string, Kernel> kPlants = {
     {"divergent-warp", warp_in_a_branch},
     {"bank-conflict", matrices},
     {"shared-never-written",
-     [](Global& g, bool right) {
+     [](Arrays& g, bool right) {
        const auto shared = device::shared<float>(0);
        if (right) shared[device::thread()] = 1;
        device::store(g.out + device::thread(), float(shared[device::thread()]));
      }},
     {"shared-out-of-bounds",
-     [](Global& g, bool right) {
+     [](Arrays& g, bool right) {
        device::shared<float>(0)[device::thread() + (right ? 0 : 4096)] = 1;
        device::store(g.out + device::thread(), 1.f);
      }},
     {"misaligned",
-     [](Global& g, bool right) {
+     [](Arrays& g, bool right) {
        device::store_shared(device::shared_address(device::thread() * 8 + !right), 1);
        device::store(g.out + device::thread(), 1.f);
      }},
     {"global-out-of-bounds",
-     [](Global& g, bool right) {
+     [](Arrays& g, bool right) {
        device::store(g.out + device::thread(), device::load(g.in + device::thread() + (right ? 0 : 4 * kThreads)));
      }},
     {"write-to-input",
-     [](Global& g, bool right) {
+     [](Arrays& g, bool right) {
        device::store(g.out + device::thread(), 1.f);
        if (!right) device::store(g.in + device::thread(), 1.f);
      }},
     {"global-race",
-     [](Global& g, bool right) {
+     [](Arrays& g, bool right) {
        if (right && device::block() > 0) return;
        device::store(g.out + device::thread(), 1.f);
      }},
     {"never-written",
-     [](Global& g, bool right) {
+     [](Arrays& g, bool right) {
        if (right || device::thread() > 5) device::store(g.out + device::thread(), 1.f);
      }},
 };
@@ -136,7 +136,7 @@ std::vector<std::string> plant_names() {
 }
 
 void run_plant(const std::string& name, bool right) {
-  Global g;
+  Arrays g;
   watch("in", g.in, sizeof g.in, 4, Access::read);
   watch("out", g.out, kThreads * 4, 4, Access::write);
   launch(name == "global-race" ? 2 : 1, kThreads, 4096, [&] { kPlants.at(name)(g, right); });

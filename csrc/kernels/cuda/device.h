@@ -187,6 +187,13 @@ DEVICE float reciprocal_fast(float x) {
 }
 
 // --- launches ---
+inline int shared_memory_limit() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes;
+}
+
 template <class... Parameters>
 void launch(void (*kernel)(Parameters...), Index blocks, int threads, int shared_bytes, cudaStream_t stream,
             const std::type_identity_t<Parameters>&... parameters) {

@@ -17,6 +17,9 @@ struct ForwardShape<128, false> : TensorShape<128, 4, 2, 32, false> {};
 template <>
 struct ForwardShape<128, true> : TensorShape<128, 8, 1, 32, true> {};
 
+// Where a block may have as much shared memory (192 KB), wide rows are faster so.
+using WideForwardShape = TensorShape<256, 8, 1, 64, false>;
+
 // Shared memory, in bytes: queries, two stages of keys and values, the bits of a tile.
 template <class S>
 struct ForwardMemory {

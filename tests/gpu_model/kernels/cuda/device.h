@@ -150,6 +150,10 @@ inline float reciprocal_fast(float x) {
   return 1 / x;
 }
 
+inline int shared_memory_limit() {
+  return 227 * 1024;
+}
+
 template <class... Parameters>
 void launch(void (*kernel)(Parameters...), Index blocks, int threads, int shared_bytes, void*,
             const std::type_identity_t<Parameters>&... parameters) {
