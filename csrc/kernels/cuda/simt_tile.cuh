@@ -1,5 +1,5 @@
 // Tiles of 64 queries and 64 keys in plain arithmetic: the two products that attention needs, for any width. A thread
-// owns rows 4 ty + r and columns 4 tx + c of a tile, r and c from 0 to 3.
+// owns rows ty + 16 r and columns tx + 16 c of a tile, r and c from 0 to 3.
 #pragma once
 #include "kernels/cuda/site.cuh"
 
@@ -7,8 +7,8 @@ namespace attention_ops {
 
 struct SimtThread {
   int ty = device::thread() / 16, tx = device::thread() % 16;
-  DEVICE int row(int r) const { return 4 * ty + r; }
-  DEVICE int column(int c) const { return 4 * tx + c; }
+  DEVICE int row(int r) const { return ty + 16 * r; }
+  DEVICE int column(int c) const { return tx + 16 * c; }
 };
 
 template <class T>
@@ -39,7 +39,7 @@ DEVICE T row_max(T x) {
 template <class T>
 struct SimtMemory {
   static constexpr int kDepth = 32,
-                       kStride = kSimtTile + 4;  // more, against bank conflicts; four, so that four load as one
+                       kStride = kSimtTile + 1;  // one more, against bank conflicts
   static constexpr int kSlice = kDepth * kStride * int(sizeof(T)), kWeights = kSimtTile * kStride * int(sizeof(T));
   static constexpr int kWords = kSimtTile / 32, kBits = kSimtTile * kWords * 4;
   static constexpr int kBytes = 2 * kSlice + kWeights + 2 * kBits;
