@@ -3,6 +3,7 @@ set, and one with the CUDA kernels where torch and the machine allow it. ninja c
 MAX_JOBS says how many files at a time."""
 
 import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -61,7 +62,7 @@ def libraries():
     yield Extension("attention_ops.libattention_ops", sources(*COMMON))
     for isa in TABLE["buildable"]():
         yield Extension(f"attention_ops.libattention_ops_{isa}", sources("cpu"))
-    if toolkit().root:
+    if importlib.util.find_spec("torch") and toolkit().root:  # a source archive needs no torch
         cuda = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
         yield Extension(CUDA_LIBRARY, [*sources("cuda"), *cuda])
 

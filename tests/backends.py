@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import os
 import pathlib
 import subprocess
 import sys
@@ -26,7 +27,8 @@ def model():
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may run tests
-        command = ["make", "-s", "-C", ROOT / "tests" / "gpu_model", f"BUILD={folder}", f"PY={sys.executable}"]
+        jobs = f"-j{os.environ.get('MAX_JOBS', '2')}"
+        command = ["make", "-s", jobs, "-C", ROOT / "tests" / "gpu_model", f"BUILD={folder}", f"PY={sys.executable}"]
         done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     torch.ops.load_library(folder / "libgpu_model.so")
