@@ -28,7 +28,7 @@ export PYTHONPATH := $(CURDIR)
 
 CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.c' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: help demo test sanitize lint format bench build clean environment
+.PHONY: help demo test sanitize cross lint format bench build clean environment
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -57,6 +57,9 @@ format: environment  ## bring Python and C++ into the layout that lint checks
 
 sanitize:  ## run the CPU kernels under the address and undefined-behaviour sanitizers
 	$(MAKE) -C tests/sanitize -j $(MAX_JOBS) run BUILD=$(CURDIR)/build/sanitize
+
+cross:  ## run the CPU kernels for aarch64 (NEON) under an emulator; needs g++-aarch64-linux-gnu and qemu-user
+	$(MAKE) -C tests/sanitize cross BUILD=$(CURDIR)/build/sanitize
 
 bench: build  ## measure against torch; tables and a picture in build/benchmarks
 	$(PIP) $(DEMO_NEEDS)

@@ -6,12 +6,13 @@ import typing
 
 
 class Isa(typing.NamedTuple):
-    machines: frozenset[str]  # as platform.machine() names them; empty: every one
+    machines: frozenset[str]  # as platform.machine() names them; empty: those that have no row without needs
     flags: tuple[str, ...]  # for the compiler
     needs: frozenset[str]  # flags of the processor, as /proc/cpuinfo names them
 
 
 X86 = frozenset({"x86_64", "AMD64"})
+ARM = frozenset({"aarch64", "arm64"})
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mprefer-vector-width=512")
 
@@ -22,12 +23,14 @@ ISAS = {
     "avx512": Isa(
         X86, AVX2 + AVX512, frozenset({"avx2", "fma", "f16c", "avx512f", "avx512dq", "avx512vl", "avx512bw"})
     ),
+    "neon": Isa(ARM, (), frozenset()),
 }
 
 
 def buildable() -> list[str]:
-    """The instruction sets of this kind of machine."""
-    return [name for name, isa in ISAS.items() if not isa.machines or platform.machine() in isa.machines]
+    """The instruction sets of this kind of machine, from the one that all of its processors run."""
+    own = [name for name, isa in ISAS.items() if platform.machine() in isa.machines]
+    return own if any(not ISAS[name].needs for name in own) else ["baseline", *own]
 
 
 def processor_flags() -> frozenset[str]:

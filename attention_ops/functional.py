@@ -18,6 +18,7 @@ __all__ = [
 ]
 
 MaskLike = masks.Mask | str | Tensor | None
+OPERATORS = torch.ops.attention_ops
 
 
 def attention(
@@ -72,13 +73,14 @@ def attention(
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762; computed as in Dao et al.,
     FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
-    _check_tensors(
-        "attention", {"query": query, "key": key, "value": value}, {"bias": bias, "sinks": sinks, "seed": seed}
-    )
-    spec, data = _spec_and_data("attention", mask)
-    out, lse = torch.ops.attention_ops.attention(
-        query, key, value, bias, sinks, data, spec, scale, softcap, dropout_p, seed
-    )
+    _check_tensors("attention", query=query, key=key, value=value)
+    data, options = _given("attention", bias, mask, sinks, scale, softcap)
+    if dropout_p != 0:
+        options["dropout_p"] = dropout_p
+    if seed is not None:
+        _check_tensors("attention", seed=seed)
+        options["seed"] = seed
+    out, lse = OPERATORS.attention(query, key, value, data, **options)
     return (out, lse) if return_lse else out
 
 
@@ -120,12 +122,10 @@ def attention_weights(
 
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762.
     """
-    optional = {"bias": bias, "sinks": sinks, "heads": heads, "rows": rows}
-    _check_tensors("attention_weights", {"query": query, "key": key}, optional)
-    spec, data = _spec_and_data("attention_weights", mask)
-    return torch.ops.attention_ops.attention_weights(
-        query, key, bias, sinks, data, spec, scale, softcap, heads, rows, average
-    )
+    selection = {name: x for name, x in (("heads", heads), ("rows", rows)) if x is not None}
+    _check_tensors("attention_weights", query=query, key=key, **selection)
+    data, options = _given("attention_weights", bias, mask, sinks, scale, softcap)
+    return OPERATORS.attention_weights(query, key, data, **options, **selection, average=average)
 
 
 class Summaries(typing.NamedTuple):
@@ -166,9 +166,9 @@ def attention_summaries(
 
     Coverage: Tu et al., Modeling Coverage for Neural Machine Translation, 2016, https://arxiv.org/abs/1601.04811.
     """
-    _check_tensors("attention_summaries", {"query": query, "key": key}, {"bias": bias, "sinks": sinks})
-    spec, data = _spec_and_data("attention_summaries", mask)
-    return Summaries(*torch.ops.attention_ops.attention_summaries(query, key, bias, sinks, data, spec, scale, softcap))
+    _check_tensors("attention_summaries", query=query, key=key)
+    data, options = _given("attention_summaries", bias, mask, sinks, scale, softcap)
+    return Summaries(*OPERATORS.attention_summaries(query, key, data, **options))
 
 
 def dropout_mask(seed: Tensor, batch: int, heads: int, queries: int, keys: int, dropout_p: float) -> Tensor:
@@ -193,8 +193,8 @@ def dropout_mask(seed: Tensor, batch: int, heads: int, queries: int, keys: int, 
 
     Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011.
     """
-    _check_tensors("dropout_mask", {"seed": seed}, {})
-    return torch.ops.attention_ops.dropout_mask(seed, batch, heads, queries, keys, dropout_p)
+    _check_tensors("dropout_mask", seed=seed)
+    return OPERATORS.dropout_mask(seed, batch, heads, queries, keys, dropout_p)
 
 
 def scaled_dot_product_attention(
@@ -237,7 +237,9 @@ def scaled_dot_product_attention(
 
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762.
     """
-    _check_tensors(SDPA, {"query": query, "key": key, "value": value}, {"attn_mask": attn_mask})
+    _check_tensors(SDPA, query=query, key=key, value=value)
+    if attn_mask is not None:
+        _check_tensors(SDPA, attn_mask=attn_mask)
     if is_causal and attn_mask is not None:
         raise ValueError(
             f"{SDPA}: expected attn_mask None with is_causal, got a tensor of {attn_mask.dim()} dimensions"
@@ -248,22 +250,42 @@ def scaled_dot_product_attention(
         attn_mask = _four_dimensional_mask(attn_mask, leading, query, key)
         bias, mask = (None, attn_mask) if attn_mask.dtype == torch.bool else (attn_mask, None)
     out = attention(query, key, value, bias=bias, mask=mask, scale=scale, dropout_p=dropout_p)  # [B, H, Lq, Dv]
-    return out.reshape(*leading, *out.shape[-2:])
+    return out if query.dim() == len(leading) + 2 else out.reshape(*leading, *out.shape[-2:])
 
 
 SDPA = "scaled_dot_product_attention"
 
 
-def _check_tensors(operator: str, required: dict[str, object], optional: dict[str, object]) -> None:
+def _check_tensors(operator: str, **arguments: object) -> None:
     """The dispatcher's own message would name neither the argument in our grammar nor a type of error users expect."""
-    for name, x in {**required, **optional}.items():
-        if not (isinstance(x, Tensor) or (x is None and name in optional)):
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor):
             raise TypeError(f"{operator}: expected {name} a Tensor, got {type(x).__name__}")
 
 
-def _spec_and_data(operator: str, mask: MaskLike) -> tuple[str, list[Tensor]]:
-    if mask is None:
-        return "", []
+def _given(
+    operator: str, bias: Tensor | None, mask: MaskLike, sinks: Tensor | None, scale: float | None, softcap: float | None
+) -> tuple[list[Tensor], dict[str, object]]:
+    """The tensors of the mask, and those of the other shared options that are not None. The dispatcher works on every
+    argument that it gets: in a small call each one left to its default is time saved."""
+    data: list[Tensor] = []
+    options: dict[str, object] = {}
+    if bias is not None:
+        _check_tensors(operator, bias=bias)
+        options["bias"] = bias
+    if mask is not None:
+        options["mask"], data = _spec_and_data(operator, mask)
+    if sinks is not None:
+        _check_tensors(operator, sinks=sinks)
+        options["sinks"] = sinks
+    if scale is not None:
+        options["scale"] = scale
+    if softcap is not None:
+        options["softcap"] = softcap
+    return data, options
+
+
+def _spec_and_data(operator: str, mask: masks.Mask | str | Tensor) -> tuple[str, list[Tensor]]:
     if isinstance(mask, masks.Mask):
         return mask.spec, list(mask.data)
     if isinstance(mask, Tensor):
@@ -278,6 +300,8 @@ def _four_dimensions(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """[B, H, L, D] of all three after broadcasting, and the leading dimensions that the result has."""
     given = (query, key, value)
+    if all(tensor.dim() == 4 and tensor.shape[:2] == query.shape[:2] for tensor in given):
+        return query, key, value, query.shape[:2]
     for name, tensor in zip(("query", "key", "value"), given, strict=True):
         if tensor.dim() < 2:
             raise ValueError(f"{SDPA}: expected {name} with at least 2 dimensions [..., L, D], got {tensor.dim()}")

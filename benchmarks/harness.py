@@ -6,14 +6,12 @@ reported is the median of ratios of neighbours in time.
 
 import ctypes
 import dataclasses
-import json
+import math
 import pathlib
-import platform
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -32,6 +30,7 @@ class Workload:
     peer: Callable[[], object]
     flops: float = 0.0  # multiplications and additions on visible pairs
     bytes: float = 0.0  # set instead of flops where reading memory is the limit
+    scale: float = 1.0  # multiplies the ratio of the times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +97,19 @@ def timed(function: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - begin) / repeats
 
 
+def warm_time(function: Callable[[], object]) -> float:
+    """Of one call. The first are slower by far, and a small workload that is repeated too seldom stays as cold."""
+    function()  # torch, too, makes and imports things once
+    best, spent = math.inf, 0.0
+    while spent < 0.01:
+        last = timed(function, 1)
+        best, spent = min(best, last), spent + last
+    return best
+
+
 def measure(work: Workload, probe: Probe, seconds: float, least_pairs: int) -> Row:
     """A B A B ... for about so many seconds; the order within a pair alternates too."""
-    for function in (work.ours, work.peer):
-        function()
-    repeats = [max(1, int(0.003 / timed(function, 1))) for function in (work.ours, work.peer)]
+    repeats = [max(1, int(0.003 / warm_time(function))) for function in (work.ours, work.peer)]
     ours, peer, limits = [], [], []
     begin = time.perf_counter()
     while len(ours) < least_pairs or time.perf_counter() - begin < seconds:
@@ -117,7 +124,7 @@ def measure(work: Workload, probe: Probe, seconds: float, least_pairs: int) -> R
 
 
 def summarise(work: Workload, ours: list[float], peer: list[float], limits: list[float]) -> Row:
-    ratios = sorted(b / a for a, b in zip(ours, peer, strict=True))
+    ratios = sorted(work.scale * b / a for a, b in zip(ours, peer, strict=True))
     quarter = len(ratios) // 4
     amount = 1e-9 * (work.bytes or work.flops)
 
@@ -137,67 +144,3 @@ def summarise(work: Workload, ours: list[float], peer: list[float], limits: list
         peer_of_peak=of_peak(peer),
         limit="read" if work.bytes else "FMA",
     )
-
-
-def as_markdown(rows: Iterable[Row]) -> str:
-    lines = [
-        "| case | threads | speed-up (quartiles) | ours, of peak | torch, of peak | ours ms | torch ms |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for r in rows:
-        peaks = [f"{100 * part:.0f} % {r.limit}" if part > 0 else "" for part in (r.of_peak, r.peer_of_peak)]
-        ratio = f"**{r.speedup:.2f}** ({r.low:.2f}–{r.high:.2f})"
-        times = f"{r.ours_ms:.3g} | {r.peer_ms:.3g}"
-        lines.append(f"| {r.name} | {r.threads} | {ratio} | {peaks[0]} | {peaks[1]} | {times} |")
-    return "\n".join(lines) + "\n"
-
-
-def processor() -> str:
-    try:
-        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def draw(rows: list[Row], path: pathlib.Path) -> None:
-    """Bars of the speed-ups on a logarithmic axis; whiskers are the quartiles."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.2 + 0.24 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    names = [f"{r.name} · {r.threads} thread{'s' * (r.threads > 1)}" for r in rows]
-    whiskers = [[r.speedup - r.low for r in rows], [r.high - r.speedup for r in rows]]
-    colours = ["tab:green" if r.speedup >= 1 else "tab:red" for r in rows]
-    axes.barh(names, [r.speedup for r in rows], xerr=whiskers, color=colours, ecolor="grey")
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_xlabel("times as fast as torch")
-    axes.margins(y=0.01)
-    axes.invert_yaxis()
-    figure.savefig(path, dpi=110)
-
-
-def write(rows: list[Row], title: str, out: pathlib.Path, stem: str) -> str:
-    """The table as Markdown, the picture beside it; returns the Markdown."""
-    out.mkdir(parents=True, exist_ok=True)
-    text = f"{title}\n\n{as_markdown(rows)}"
-    (out / f"{stem}.md").write_text(text, encoding="utf-8")
-    draw(rows, out / f"{stem}.png")
-    return text
-
-
-def write_json(rows: list[Row], title: str, path: pathlib.Path) -> None:
-    path.write_text(json.dumps({"title": title, "rows": [dataclasses.asdict(r) for r in rows]}, indent=1) + "\n")
-
-
-def fill_readme(text: str, path: pathlib.Path) -> None:
-    """Put `text` between the two markers of the README."""
-    begin, end = "<!-- bench:begin -->", "<!-- bench:end -->"
-    readme = path.read_text(encoding="utf-8")
-    if begin not in readme or end not in readme:
-        sys.exit(f"bench: expected {path.name} to hold the markers {begin} and {end}")
-    before, after = readme.split(begin)[0], readme.split(end)[1]
-    path.write_text(f"{before}{begin}\n{text}{end}{after}", encoding="utf-8")

@@ -265,10 +265,11 @@ def strided(sizes: tuple[int, ...] | list[int], dtype: torch.dtype, strides: str
 
 
 def rows_summed(case: Case, name: str, grad: Tensor) -> float:
-    """Over how many rows of scores each place of a bias's or a sink's gradient is summed."""
+    """Over how many rows of scores each place of a bias's or a sink's gradient is summed; a row whose terms dropout has
+    scaled up counts for more."""
     rows = case.shape.batch * case.shape.heads * case.shape.queries
     kept = {"bias": grad.shape[:3], "sinks": grad.shape}.get(name)
-    return 1 if kept is None else rows / max(1, kept.numel())
+    return (1 if kept is None else rows / max(1, kept.numel())) / (1 - case.dropout_p) ** 2
 
 
 CASES = list(pairwise())

@@ -118,7 +118,7 @@ def call(changes: dict) -> None:
     if data is None:
         attention_ops.attention(**made)
     else:
-        torch.ops.attention_ops.attention(made["query"], made["key"], made["value"], None, None, [data], made["mask"])
+        torch.ops.attention_ops.attention(made["query"], made["key"], made["value"], [data], made["mask"])
 
 
 @pytest.mark.parametrize("name", VALUE_ERRORS)
@@ -212,7 +212,7 @@ def test_the_operator_itself_refuses():
     """Callers that do not pass through Python's functions meet the same checks."""
     made = inputs(key=(2, 2, 6, 7))
     with pytest.raises(ValueError, match=r"^attention: expected key width 8 as in query, got 7"):
-        torch.ops.attention_ops.attention(made["query"], made["key"], made["value"], None, None, [])
+        torch.ops.attention_ops.attention(made["query"], made["key"], made["value"], [])
 
 
 @pytest.mark.parametrize("name", ["attention", "attention_weights"])

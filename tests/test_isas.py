@@ -60,3 +60,12 @@ def test_the_best_one_is_the_default():
     variables = {"ATTENTION_OPS_ISA": ""}
     best = [isa for isa in _isas.runnable() if isa in BUILT][-1]
     assert run_alone("import attention_ops; print(attention_ops.isa())", **variables) == best
+
+
+@pytest.mark.parametrize(
+    ("machine", "first"), [("x86_64", "baseline"), ("aarch64", "neon"), ("arm64", "neon"), ("riscv64", "baseline")]
+)
+def test_every_kind_of_machine_has_one_that_always_runs(monkeypatch, machine, first):
+    monkeypatch.setattr(_isas.platform, "machine", lambda: machine)
+    assert _isas.buildable()[0] == first
+    assert not _isas.ISAS[first].needs

@@ -86,9 +86,9 @@ def test_opcheck_dropout_mask(seed):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_opcheck_public_operators():
     query, key, value, bias, sinks, data, mask = shared("contiguous", True, True)[:7]
-    torch.library.opcheck(OPS.attention.default, (query, key, value, bias, sinks, data, mask, 0.3, 1.5))
-    torch.library.opcheck(OPS.attention_weights.default, (query, key, bias, sinks, data, mask))
-    torch.library.opcheck(OPS.attention_summaries.default, (query, key, bias, sinks, data, mask))
+    torch.library.opcheck(OPS.attention.default, (query, key, value, data, mask, bias, sinks, 0.3, 1.5))
+    torch.library.opcheck(OPS.attention_weights.default, (query, key, data, mask, bias, sinks))
+    torch.library.opcheck(OPS.attention_summaries.default, (query, key, data, mask, bias, sinks))
 
 
 def with_gradients(function, tensors: list[Tensor]) -> list[Tensor]:

@@ -32,7 +32,7 @@ Pair forward_autograd(c10::DispatchKeySet keys, const Attention& a) {
     node->save(lse, true);
     announce(node);
   }
-  return {out, lse};
+  return {std::move(out), std::move(lse)};
 }
 
 // out and lse are caches of the forward: no derivative goes through them.

@@ -48,6 +48,8 @@ template <class Formula>
 struct FormulaNode final : torch::autograd::Node {
   Formula formula;
 
+  FormulaNode() { saved_.reserve(8); }  // as many as plain attention saves: growing would move them
+
   std::string name() const override { return Formula::name; }
 
   void save(const Tensor& x, bool is_output = false) { saved_.emplace_back(x, is_output); }

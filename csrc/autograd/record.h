@@ -72,9 +72,8 @@ auto record(const Attention& a, const Inputs&... inputs) {
   node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
   node->formula.constants = {std::string(a.mask), a.scale, a.softcap, a.dropout_p,
                              static_cast<int64_t>(a.mask_data.size())};
-  for (const auto& x :
-       {a.query, a.key, a.value, defined_or_not(a.bias), defined_or_not(a.sinks), defined_or_not(a.seed)})
-    node->save(x);
+  node->save(a.query), node->save(a.key), node->save(a.value);
+  for (const OptionalTensor* x : {&a.bias, &a.sinks, &a.seed}) node->save(defined_or_not(*x));
   for (const auto& x : a.mask_data) node->save(x);
   return node;
 }

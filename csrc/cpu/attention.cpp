@@ -2,12 +2,29 @@
 #include <torch/library.h>
 
 #include "cpu/backward.h"
-#include "kernels/cpu/attention_forward.h"
+#include "kernels/cpu/attention_decode.h"
 
 namespace attention_ops {
 namespace {
 
+// Few rows over many keys; E is the type of the elements.
+template <class E>
+Pair decode(const Attention& a) {
+  using T = Wide<E>;
+  const Loaded<T, E> loaded(a);
+  const Problem<T>& p = loaded.problem;
+  const Tensor out = empty_rows<T>(a.query, {p.batch, p.heads, p.queries, p.value_width});
+  const Tensor lse = empty_of<T>(a.query, {p.batch, p.heads, p.queries});
+  const AttentionDecode<E> kernel(p, loaded.key(), loaded.value(), {result_view<T>(out), lse.mutable_data_ptr<T>()});
+  run_tasks(kernel.tasks(), kernel.operations(), kernel.scratch_bytes(),
+            [&](Index task, Arena& arena) { kernel.run(task, arena); });
+  run_tasks(kernel.finish_tasks(), p.row_operations(), 0, [&](Index task, Arena&) { kernel.finish(task); });
+  return {out.to(a.query.scalar_type()), lse};
+}
+
 Pair forward_cpu(const Attention& a) {
+  if (is_decode(a.query.size(1), a.key.size(1), a.query.size(2)))
+    return in_element_type(a.query, [&]<class E>() { return decode<E>(a); });
   return in_compute_type(a.query, [&]<class T>() -> Pair {
     const Loaded<T> loaded(a);
     const Problem<T>& p = loaded.problem;
@@ -16,7 +33,7 @@ Pair forward_cpu(const Attention& a) {
     const AttentionForward<T> kernel(p, {result_view<T>(out), lse.mutable_data_ptr<T>()});
     run_tasks(kernel.tasks(), p.pair_operations(), kernel.scratch_bytes(),
               [&](Index task, Arena& arena) { kernel.run(task, arena); });
-    return {out.to(a.query.scalar_type()), lse};
+    return {in_type(out, a.query.scalar_type()), lse};
   });
 }
 
@@ -31,7 +48,7 @@ Five backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse
     if (needed[4] && a.sinks) grads.sinks = empty_of<T>(a.query, a.sinks->sizes());
     const Operand<T> out_rows(out), grad_rows(grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out));
     const Vector<T> lse_rows(lse), grad_lse_rows(grad_lse);
-    const ValueGradient<T, kBackwardRows, kBackwardVectors> source(loaded.problem.value_width);
+    const ValueGradient<T> source(loaded.problem.value_width);
     run_backward<T>(loaded.problem, {out_rows.view(), grad_rows.view(), lse_rows.data(), grad_lse_rows.data()}, grads,
                     source);
     return {finished(grads.query, a.query), finished(grads.key, a.key), finished(grads.value, a.value),

@@ -44,7 +44,7 @@ Four weights_backward_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::
     loaded.place(heads, rows, queries.expect_int());
     const Tensor grad = average ? grad_weights.unsqueeze(1) : grad_weights;
     const T factor = average ? T(1) / T(std::max<Index>(loaded.problem.heads, 1)) : T(1);
-    const DenseGradient<T, AttentionBackward<T>::kWidth> source(read_view(grad), factor);
+    const DenseGradient<T> source(read_view(grad), factor);
     return gradients_through<T>(loaded, a, lse, needed, source);
   });
 }
@@ -73,8 +73,7 @@ Four summaries_backward_cpu(const Attention& a, In lse, In argmax, Opt grad_colu
     const Loaded<T> loaded(a);
     const Vector<T> column_sum(grad_column_sum), entropy(grad_entropy), maximum(grad_maximum);
     const Vector<int64_t> places(argmax);
-    const SummaryGradient<T, AttentionBackward<T>::kWidth> source(
-        loaded.problem, {column_sum.data(), entropy.data(), maximum.data(), places.data()});
+    const SummaryGradient<T> source(loaded.problem, {column_sum.data(), entropy.data(), maximum.data(), places.data()});
     return gradients_through<T>(loaded, a, lse, needed, source);
   });
 }

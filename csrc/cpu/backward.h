@@ -40,7 +40,7 @@ void run_backward(const Problem<T>& problem, const BackwardInput<T>& input, Grad
 
 // In its own tensor's type; a gradient that was not asked for is empty.
 inline Tensor finished(const Tensor& x, const Tensor& like) {
-  return x.defined() ? x.to(like.scalar_type()) : nothing(like);
+  return x.defined() ? in_type(x, like.scalar_type()) : nothing(like);
 }
 
 }  // namespace attention_ops

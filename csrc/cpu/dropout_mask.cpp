@@ -32,7 +32,7 @@ int64_t take_visited_tiles() {
   return visited_tiles.exchange(0);
 }
 std::vector<int64_t> tile_shape(int64_t itemsize) {
-  return {kForwardVectors * kVectorBytes / itemsize, kTileKeys};
+  return {kRegisterVectors * kVectorBytes / itemsize, kTileKeys};
 }
 
 TORCH_LIBRARY_IMPL(attention_ops, CompositeExplicitAutograd, m) {

@@ -16,11 +16,11 @@ Tensor empty_rows(const Tensor& like, at::IntArrayRef sizes) {
 template <class T>
 class Operand {
  public:
-  explicit Operand(const Tensor& x) : tensor_(x.scalar_type() == kScalarType<T> ? x : x.to(kScalarType<T>)) {
+  explicit Operand(const Tensor& x) : tensor_(in_type(x, kScalarType<T>)) {
     if (tensor_.size(3) > 1 && tensor_.stride(3) != 1) tensor_ = tensor_.contiguous();
   }
   Matrices<const T> view() const {
-    return {tensor_.const_data_ptr<T>(), tensor_.stride(0), tensor_.stride(1), tensor_.stride(2)};
+    return {static_cast<const T*>(tensor_.const_data_ptr()), tensor_.stride(0), tensor_.stride(1), tensor_.stride(2)};
   }
 
  private:
@@ -33,8 +33,8 @@ Matrices<T> result_view(const Tensor& x) {
   return {x.mutable_data_ptr<T>(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// The problem of one call, with the tensors that it points into.
-template <class T>
+// The problem of one call, with the tensors that it points into. Keys and values are rows of E.
+template <class T, class E = T>
 class Loaded {
  public:
   explicit Loaded(const Attention& a)
@@ -42,7 +42,8 @@ class Loaded {
     problem.batch = a.query.size(0), problem.heads = a.query.size(1), problem.queries = a.query.size(2);
     problem.width = a.query.size(3), problem.key_heads = a.key.size(1), problem.keys = a.key.size(2);
     problem.value_width = a.value.size(3);
-    problem.q = query_.view(), problem.k = key_.view(), problem.v = value_.view();
+    problem.q = query_.view();
+    if constexpr (std::is_same_v<T, E>) problem.k = key(), problem.v = value();
     if (a.bias) problem.bias = read_view(*a.bias);
     problem.sinks = sinks_.data();
     problem.mask = mask_.view(problem.queries, problem.keys);
@@ -58,10 +59,14 @@ class Loaded {
     problem.mask = mask_.view(queries, problem.keys);
   }
 
+  Matrices<const E> key() const { return key_.view(); }
+  Matrices<const E> value() const { return value_.view(); }
+
   Problem<T> problem;
 
  private:
-  Operand<T> query_, key_, value_;
+  Operand<T> query_;
+  Operand<E> key_, value_;
   Vector<T> sinks_;
   Vector<int64_t> seed_, heads_{std::nullopt}, rows_{std::nullopt};
   MaskArguments mask_;

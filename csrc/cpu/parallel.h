@@ -21,6 +21,7 @@ template <class F>
 void run_tasks(Index tasks, double operations, size_t scratch_bytes, F&& f) {
   std::atomic<Index> next{0};
   const auto work = [&] {
+    [[maybe_unused]] const FlushDenormals here;
     Arena arena(scratch_bytes);
     for (Index task = next++; task < tasks; task = next++) {
       arena.reset();

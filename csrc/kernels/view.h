@@ -46,9 +46,10 @@ struct Float16 {
 
   HOST_DEVICE operator float() const {
     const uint32_t sign = uint32_t(bits & 0x8000) << 16, magnitude = uint32_t(bits & 0x7fff) << 13;
-    const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;  // also right for subnormals
-    const uint32_t special = (bits & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000u : std::bit_cast<uint32_t>(scaled);
-    return std::bit_cast<float>(sign | special);
+    const float subnormal = float(int(bits & 0x3ff)) * 0x1p-24f;  // through no float that is subnormal itself
+    const uint32_t exponent = (bits & 0x7c00) == 0x7c00 ? 0x70000000u : 0x38000000u;
+    const uint32_t finite = bits & 0x7c00 ? magnitude + exponent : std::bit_cast<uint32_t>(subnormal);
+    return std::bit_cast<float>(sign | finite);
   }
   HOST_DEVICE static Float16 from(float x) {
     const uint32_t u = std::bit_cast<uint32_t>(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;

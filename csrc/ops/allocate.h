@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 
 namespace attention_ops {
 
@@ -9,7 +10,7 @@ namespace attention_ops {
 // back to the model's width wants them.
 inline at::Tensor empty_heads(const at::TensorOptions& options, const c10::SymInt& B, const c10::SymInt& H,
                               const c10::SymInt& L, const c10::SymInt& width) {
-  return at::empty_symint({B, L, H, width}, options).transpose(1, 2);  // [B, H, L, width]
+  return at::empty_strided_symint({B, H, L, width}, {L * H * width, width, H * width, 1}, options);
 }
 
 inline at::Tensor empty_heads_like(const at::Tensor& x) {

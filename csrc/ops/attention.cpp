@@ -34,7 +34,7 @@ OptionalTensor seed_of(const Inputs& inputs, double dropout_p, Opt seed) {
   return at::randint(std::numeric_limits<int64_t>::max(), {1}, inputs.query.options().dtype(at::kLong));
 }
 
-Pair attention(In query, In key, In value, Opt bias, Opt sinks, at::TensorList mask_data, std::string_view mask,
+Pair attention(In query, In key, In value, at::TensorList mask_data, std::string_view mask, Opt bias, Opt sinks,
                std::optional<double> scale, std::optional<double> softcap, double dropout_p, Opt seed) {
   const Inputs inputs({"attention", query, key, &value, bias, sinks, mask_data, mask, scale, softcap});
   const OptionalTensor drawn = seed_of(inputs, dropout_p, seed);
@@ -44,8 +44,9 @@ Pair attention(In query, In key, In value, Opt bias, Opt sinks, at::TensorList m
 
 TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   m.def(
-      "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor[] mask_data, str mask='', "
-      "float? scale=None, float? softcap=None, float dropout_p=0., Tensor? seed=None) -> (Tensor out, Tensor lse)");
+      "attention(Tensor query, Tensor key, Tensor value, Tensor[] mask_data, str mask='', Tensor? bias=None, "
+      "Tensor? sinks=None, float? scale=None, float? softcap=None, float dropout_p=0., Tensor? seed=None) -> "
+      "(Tensor out, Tensor lse)");
   const auto define = [&](const std::string& name, const char* rest) {
     m.def(torch::schema((name + "(" + kSharedSchema + rest).c_str()), {at::Tag::pt2_compliant_tag});
   };

@@ -65,7 +65,7 @@ struct Selection {
   }
 };
 
-Tensor attention_weights(In query, In key, Opt bias, Opt sinks, at::TensorList mask_data, std::string_view mask,
+Tensor attention_weights(In query, In key, at::TensorList mask_data, std::string_view mask, Opt bias, Opt sinks,
                          std::optional<double> scale, std::optional<double> softcap, Opt heads, Opt rows,
                          bool average) {
   const Inputs inputs({"attention_weights", query, key, nullptr, bias, sinks, mask_data, mask, scale, softcap});
@@ -82,7 +82,7 @@ Tensor attention_weights(In query, In key, Opt bias, Opt sinks, at::TensorList m
   return inputs.restore(w, !average);
 }
 
-Three attention_summaries(In query, In key, Opt bias, Opt sinks, at::TensorList mask_data, std::string_view mask,
+Three attention_summaries(In query, In key, at::TensorList mask_data, std::string_view mask, Opt bias, Opt sinks,
                           std::optional<double> scale, std::optional<double> softcap) {
   const Inputs inputs({"attention_summaries", query, key, nullptr, bias, sinks, mask_data, mask, scale, softcap});
   const Attention a = inputs.attention();
@@ -93,11 +93,14 @@ Three attention_summaries(In query, In key, Opt bias, Opt sinks, at::TensorList 
 
 TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   m.def(
-      "attention_weights(Tensor query, Tensor key, Tensor? bias, Tensor? sinks, Tensor[] mask_data, str mask='', "
-      "float? scale=None, float? softcap=None, Tensor? heads=None, Tensor? rows=None, bool average=False) -> Tensor");
+      "attention_weights(Tensor query, Tensor key, Tensor[] mask_data, str mask='', Tensor? bias=None, "
+      "Tensor? sinks=None, float? scale=None, float? softcap=None, Tensor? heads=None, Tensor? rows=None, bool "
+      "average=False) "
+      "-> Tensor");
   m.def(
-      "attention_summaries(Tensor query, Tensor key, Tensor? bias, Tensor? sinks, Tensor[] mask_data, str mask='', "
-      "float? scale=None, float? softcap=None) -> (Tensor column_sum, Tensor entropy, Tensor maximum)");
+      "attention_summaries(Tensor query, Tensor key, Tensor[] mask_data, str mask='', Tensor? bias=None, "
+      "Tensor? sinks=None, float? scale=None, float? softcap=None) -> (Tensor column_sum, Tensor entropy, Tensor "
+      "maximum)");
   const auto define = [&](const std::string& name, const char* rest) {
     m.def(torch::schema((name + "(" + kSharedSchema + rest).c_str()), {at::Tag::pt2_compliant_tag});
   };

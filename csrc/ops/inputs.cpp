@@ -5,6 +5,8 @@
 #include <ATen/ops/detach.h>
 #include <ATen/ops/narrow.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -27,12 +29,12 @@ Tensor with_rank(Tensor x, int64_t rank) {
 }
 
 // The common sizes of the dimensions before the heads, as matmul broadcasts them.
-std::vector<c10::SymInt> broadcast_leading(const char* op, at::TensorList tensors, size_t count) {
+std::vector<c10::SymInt> broadcast_leading(const char* op, std::array<const Tensor*, 3> tensors, size_t count) {
   static constexpr const char* kNames[] = {"query", "key", "value"};
   std::vector<c10::SymInt> sizes(count, 1);
   for (size_t t = 0; t < tensors.size(); ++t)
     for (size_t d = 0; d < count; ++d) {
-      const c10::SymInt size = tensors[t].sym_size(d);
+      const c10::SymInt size = tensors[t]->sym_size(d);
       if (surely(sizes[d].sym_eq(1))) {
         sizes[d] = size;
         continue;
@@ -44,15 +46,15 @@ std::vector<c10::SymInt> broadcast_leading(const char* op, at::TensorList tensor
 }
 
 // [leading|1..., heads, L, width] -> [B, heads, L, width]
-Tensor with_batch(const Tensor& x, const std::vector<c10::SymInt>& leading) {
-  std::vector<c10::SymInt> sizes = x.sym_sizes().vec();
+Tensor with_batch(Tensor x, const std::vector<c10::SymInt>& leading) {
   bool expands = false;
-  for (size_t d = 0; d < leading.size(); ++d) {
-    expands |= !surely(sizes[d].sym_eq(leading[d]));
-    sizes[d] = leading[d];
+  for (size_t d = 0; d < leading.size(); ++d) expands |= !surely(x.sym_size(d).sym_eq(leading[d]));
+  if (expands) {
+    std::vector<c10::SymInt> sizes = x.sym_sizes().vec();
+    std::copy(leading.begin(), leading.end(), sizes.begin());
+    x = x.expand_symint(sizes);
   }
-  const Tensor expanded = expands ? x.expand_symint(sizes) : x;
-  return leading.size() == 1 ? expanded : expanded.flatten(0, static_cast<int64_t>(leading.size()) - 1);
+  return leading.size() == 1 ? x : x.flatten(0, static_cast<int64_t>(leading.size()) - 1);
 }
 
 }  // namespace
@@ -98,8 +100,8 @@ void Inputs::bring_to_four_dimensions(const Arguments& a) {
   const size_t count = padded - 3;
   query = with_rank(a.query, padded), key = with_rank(a.key, padded);
   value = a.value ? with_rank(*a.value, padded) : key.detach().narrow(-1, 0, 0);
-  leading = broadcast_leading(op, {query, key, value}, count);
-  query = with_batch(query, leading), key = with_batch(key, leading), value = with_batch(value, leading);
+  leading = broadcast_leading(op, {&query, &key, &value}, count);
+  for (Tensor* x : {&query, &key, &value}) *x = with_batch(std::move(*x), leading);
   B = query.sym_size(0), H = query.sym_size(1), Hkv = key.sym_size(1);
   Lq = query.sym_size(2), Lk = key.sym_size(2);
 }

@@ -17,8 +17,32 @@ auto in_compute_type(const Tensor& x, F&& f) {
   return x.scalar_type() == at::kDouble ? f.template operator()<double>() : f.template operator()<float>();
 }
 
+// The same with the type that they are stored in.
+template <class F>
+auto in_element_type(const Tensor& x, F&& f) {
+  switch (x.scalar_type()) {
+    case at::kDouble:
+      return f.template operator()<double>();
+    case at::kFloat:
+      return f.template operator()<float>();
+    case at::kBFloat16:
+      return f.template operator()<BFloat16>();
+    default:
+      return f.template operator()<Float16>();
+  }
+}
+
 template <class T>
 constexpr auto kScalarType = c10::CppTypeToScalarType<T>::value;
+template <>
+constexpr auto kScalarType<BFloat16> = at::kBFloat16;
+template <>
+constexpr auto kScalarType<Float16> = at::kHalf;
+
+// A call of `to` is a dispatch even where it has nothing to do.
+inline Tensor in_type(const Tensor& x, at::ScalarType type) {
+  return x.scalar_type() == type ? x : x.to(type);
+}
 
 template <class T>
 Tensor empty_of(const Tensor& like, at::IntArrayRef sizes) {
@@ -55,7 +79,7 @@ template <class T>
 class Vector {
  public:
   explicit Vector(const OptionalTensor& x) {
-    if (x && x->defined()) tensor_ = x->to(kScalarType<T>).contiguous();
+    if (x && x->defined()) tensor_ = in_type(*x, kScalarType<T>).contiguous();
   }
   const T* data() const { return tensor_.defined() ? tensor_.const_data_ptr<T>() : nullptr; }
 

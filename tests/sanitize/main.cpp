@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "kernels/cpu/attention_backward.h"
-#include "kernels/cpu/attention_forward.h"
+#include "kernels/cpu/attention_decode.h"
 #include "kernels/cpu/attention_weights.h"
 #include "kernels/mask/parse.h"
 
@@ -45,6 +45,8 @@ struct Shape {
 
 Shape draw_shape() {
   const Index group = draw(1, 3), Hkv = draw(1, 2);
+  if (draw(0, 2) == 0)
+    return {draw(1, 2), group * Hkv, Hkv, draw(1, 16 / group), draw(0, 1200), draw(0, 70), draw(0, 70)};
   const Index Lq = draw(0, 9) == 0 ? 0 : draw(1, 150), Lk = draw(0, 9) == 0 ? 0 : draw(1, 200);
   return {draw(1, 2), group * Hkv, Hkv, Lq, Lk, draw(0, 9) == 0 ? 0 : draw(1, 70), draw(0, 9) == 0 ? 0 : draw(1, 70)};
 }
@@ -128,7 +130,11 @@ class Trial {
 
   bool run() {
     forward();
-    const bool right = agrees();
+    bool right = agrees();
+    if (is_decode(s_.H, s_.Hkv, s_.Lq)) {
+      right &= decode<T>();
+      if constexpr (sizeof(T) == 4) right &= decode<Float16>() && decode<BFloat16>();
+    }
     if (draw(0, 1)) p_.dropout = {0.3, &seed_, false};
     forward();
     backward();
@@ -169,8 +175,26 @@ class Trial {
     run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
   }
 
+  // Whether the decoding kernel agrees too, from keys and values that are rounded to E for good.
+  template <class E>
+  bool decode() {
+    const Array<E> k = rounded<E>(k_, all_keys_ * s_.D), v = rounded<E>(v_, all_keys_ * s_.Dv);
+    const AttentionDecode<E> kernel(p_, rows<const E>(k.get(), s_.Hkv, s_.Lk, s_.D),
+                                    rows<const E>(v.get(), s_.Hkv, s_.Lk, s_.Dv),
+                                    {rows<T>(out_.get(), s_.H, s_.Lq, s_.Dv), lse_.get()});
+    run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+    for (Index task = 0; task < kernel.finish_tasks(); ++task) kernel.finish(task);
+    return agrees();
+  }
+  template <class E>
+  static Array<E> rounded(const Array<T>& x, Index count) {
+    Array<E> result = array_of<E>(count);
+    for (Index i = 0; i < count; ++i) result[i] = convert<E>(x[i]), x[i] = T(result[i]);
+    return result;
+  }
+
   void backward() {
-    const ValueGradient<T, kBackwardRows, kBackwardVectors> source(s_.Dv);
+    const ValueGradient<T> source(s_.Dv);
     BackwardResult<T> result = query_key_bias();
     result.grad_value = rows<T>(grad_v_.get(), s_.Hkv, s_.Lk, s_.Dv);
     if (p_.sinks) result.grad_sinks = grad_sinks_.get();
@@ -186,8 +210,7 @@ class Trial {
       const AttentionWeights<T> kernel(p_, lse_.get(), tensor4(weights_.get(), {s_.B, heads, s_.Lq, s_.Lk}), average);
       run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
     }
-    const DenseGradient<T, AttentionBackward<T>::kWidth> source(
-        tensor4(grad_weights_.get(), {s_.B, s_.H, s_.Lq, s_.Lk}), T(1));
+    const DenseGradient<T> source(tensor4(grad_weights_.get(), {s_.B, s_.H, s_.Lq, s_.Lk}), T(1));
     weights_backward(source);
   }
 
@@ -196,8 +219,7 @@ class Trial {
                                        {column_sum_.get(), entropy_.get(), maximum_.get(), argmax_.get()});
     run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
     for (Index task = 0; task < kernel.finish_tasks(); ++task) kernel.finish(task);
-    const SummaryGradient<T, AttentionBackward<T>::kWidth> source(
-        p_, {column_sum_.get(), entropy_.get(), maximum_.get(), argmax_.get()});
+    const SummaryGradient<T> source(p_, {column_sum_.get(), entropy_.get(), maximum_.get(), argmax_.get()});
     weights_backward(source);
   }
 

@@ -20,10 +20,9 @@ struct BackwardInput {
 template <class T>
 class AttentionBackward {
  public:
-  static constexpr int kRows = kBackwardRows, kVectors = kBackwardVectors;
-  using Panels = Panel<T, kVectors>;
+  using Panels = Panel<T>;
   static constexpr int kWidth = Panels::kWidth, kStep = kLanes<T>;
-  using Source = WeightGradient<T, kWidth>;
+  using Source = WeightGradient<T>;
 
   AttentionBackward(const Problem<T>& problem, const BackwardInput<T>& input, const BackwardResult<T>& result,
                     const Source& source)
@@ -64,12 +63,20 @@ class AttentionBackward {
     LaneInt<T>* keep = nullptr;
     ScoreTile<T> tile;
   };
-  // What a task is working on: its owner and groups, and the keys of the moment.
-  struct Work {
-    Index owner, key_group, query_group, key;
+  // What a task owns, and the key blocks of the moment: several, so that the rows of a panel serve all of them.
+  struct Block {
+    Index key;
     int keys;
-    bool keys_finite;
+    bool finite;  // no NaN or infinity in the rows of key
+    T *dk, *dv;   // [kTileKeys, padded width]
   };
+  static constexpr int kBlocks = 4;
+  struct Work {
+    Index owner, key_group, query_group;
+    int blocks = 0;
+    Block block[kBlocks]{};
+  };
+  int blocks_at_a_time() const { return bias_.on() ? 1 : kBlocks; }  // the bias gathers one block
 
   void take(Scratch& w, Pieces& pieces) const {
     const Index size = Index(kTileKeys) * kWidth;
@@ -77,8 +84,8 @@ class AttentionBackward {
     pieces(w.dp, size);
     if (source_.needs_log()) pieces(w.log2_p, size);
     if (p_.dropout.on()) pieces(w.keep, size);
-    if (result_.grad_key.data) pieces(w.dk, kTileKeys * padded(p_.width));
-    if (result_.grad_value.data) pieces(w.dv, kTileKeys * padded(p_.value_width));
+    if (result_.grad_key.data) pieces(w.dk, blocks_at_a_time() * kTileKeys * padded(p_.width));
+    if (result_.grad_value.data) pieces(w.dv, blocks_at_a_time() * kTileKeys * padded(p_.value_width));
     pieces(w.bias, bias_.scratch_size());
   }
   size_t shared_bytes() const {
@@ -100,18 +107,20 @@ class AttentionBackward {
   PaddedRows<T> rows_of(const T* padded_rows, const Matrices<const T>& natural, Index b, Index h, Index panel,
                         Index width) const;
   void clear_rows(const Work& work) const;
-  void run_block(const Work& work, Scratch& w) const;
+  void run_blocks(Work& work, Scratch& w) const;
   void run_head(const Work& work, Scratch& w, Index b, Index h) const;
-  void run_tile(const Work& work, Scratch& w, const Site<T>& site, const Panels& panel, Index number) const;
-  void add_tile(const Work& work, const Scratch& w, const Site<T>& site, const Panels& panel, Index number) const;
-  void compute_weights(const Scratch& w, Index row) const;
+  void run_tile(const Work& work, const Block& block, Scratch& w, const Site<T>& site, const Panels& panel,
+                Index number) const;
+  void add_tile(const Work& work, const Block& block, const Scratch& w, const Site<T>& site, const Panels& panel,
+                Index number) const;
+  void compute_weights(const Block& block, Scratch& w, const Site<T>& site, const Panels& panel, Index row) const;
   void score_gradient(const Scratch& w, Index row, int rows) const;
   template <int NV>
   void add_to_keys(T* out, const T* a, const PaddedRows<T>& b, Index width, const Span& span, int rows,
                    const LaneInt<T>* visible) const;
   template <int NV>
   void add_to_queries(T* dq, const T* k, const T* ds, const Span& span, const LaneInt<T>* visible) const;
-  void store_keys(const Work& work, const Scratch& w, Index b, Index hk) const;
+  void store_keys(const Work& work, const Block& block, Index b, Index hk) const;
   void finish_panel(Index task) const;
   void finish_keys(Index task) const;
   void finish_sinks() const;

@@ -36,7 +36,7 @@ void AttentionBackward<T>::prepare(Index task, Arena& arena) const {
   panel.q_t = shared_.q_t + row * p_.width;
   const Site<T> site(p_, b, h);
   const RowNorm<T> norm{shared_.norm.base + row, shared_.norm.log2_l + row};
-  find_row_norm<kRows>(norm, in_.lse + bh * p_.queries + panel.first, tile, site, panel);
+  find_row_norm(norm, in_.lse + bh * p_.queries + panel.first, tile, site, panel);
   T sink_sum = 0;
   for (int lane = 0; lane < kWidth; ++lane) {
     const Index i = panel.first + lane, n = bh * p_.queries + i;
@@ -61,14 +61,18 @@ void AttentionBackward<T>::run(Index task, Arena& arena) const {
   Pieces pieces(&arena);
   take(w, pieces);
   const Index owner = task % plan_.owners(), group = task / plan_.owners();
-  Work work{owner, group % plan_.key_groups, group / plan_.key_groups, 0, 0, false};
+  Work work{owner, group % plan_.key_groups, group / plan_.key_groups};
   clear_rows(work);
-  for (Index block = 0; block < plan_.key_blocks; ++block) {
-    if (plan_.group_of_block(block) != work.key_group) continue;
-    work.key = block * kTileKeys;
-    work.keys = int(std::min<Index>(kTileKeys, p_.keys - work.key));
-    run_block(work, w);
+  for (Index number = 0; number < plan_.key_blocks; ++number) {
+    if (plan_.group_of_block(number) != work.key_group) continue;
+    Block& block = work.block[work.blocks];
+    block.key = number * kTileKeys;
+    block.keys = int(std::min<Index>(kTileKeys, p_.keys - block.key));
+    block.dk = w.dk ? w.dk + work.blocks * kTileKeys * padded(p_.width) : nullptr;
+    block.dv = w.dv ? w.dv + work.blocks * kTileKeys * padded(p_.value_width) : nullptr;
+    if (++work.blocks == blocks_at_a_time()) run_blocks(work, w);
   }
+  run_blocks(work, w);
 }
 
 // The rows' partial sums of one task.
@@ -85,23 +89,26 @@ void AttentionBackward<T>::clear_rows(const Work& work) const {
     }
 }
 
-// One key block, over all batches and heads of its owner.
+// The gathered key blocks, over all batches and heads of their owner.
 template <class T>
-void AttentionBackward<T>::run_block(const Work& work, Scratch& w) const {
+void AttentionBackward<T>::run_blocks(Work& work, Scratch& w) const {
   const auto [first_batch, last_batch] = plan_.batches_of(work.owner, p_);
   const auto [first_head, last_head] = plan_.key_heads_of(work.owner, p_);
   bias_.start(w.bias);
-  Work now = work;
   for (Index b = first_batch; b < last_batch; ++b)
     for (Index hk = first_head; hk < last_head; ++hk) {
-      if (w.dk) std::fill_n(w.dk, kTileKeys * padded(p_.width), T(0));
-      if (w.dv) std::fill_n(w.dv, kTileKeys * padded(p_.value_width), T(0));
-      now.keys_finite = all_finite(p_.k.at(b, hk) + now.key * p_.k.row_stride, p_.k.row_stride, now.keys, p_.width);
-      for (Index h = hk * p_.group(); h < (hk + 1) * p_.group(); ++h) run_head(now, w, b, h);
-      store_keys(now, w, b, hk);
+      for (Block* x = work.block; x < work.block + work.blocks; ++x) {
+        if (x->dk) std::fill_n(x->dk, x->keys * padded(p_.width), T(0));
+        if (x->dv) std::fill_n(x->dv, x->keys * padded(p_.value_width), T(0));
+        x->finite = all_finite(p_.k.at(b, hk) + x->key * p_.k.row_stride, p_.k.row_stride, x->keys, p_.width);
+      }
+      for (Index h = hk * p_.group(); h < (hk + 1) * p_.group(); ++h) run_head(work, w, b, h);
+      for (int n = 0; n < work.blocks; ++n) store_keys(work, work.block[n], b, hk);
     }
-  if (bias_.on())
-    bias_.write(w.bias, work.key_group, work.query_group, first_batch, first_head * p_.group(), work.key, work.keys);
+  if (bias_.on() && work.blocks)
+    bias_.write(w.bias, work.key_group, work.query_group, first_batch, first_head * p_.group(), work.block[0].key,
+                work.block[0].keys);
+  work.blocks = 0;
 }
 
 template <class T>
@@ -110,7 +117,7 @@ void AttentionBackward<T>::run_head(const Work& work, Scratch& w, Index b, Index
   for (Index n = plan_.first_panel(work.query_group); n < plan_.first_panel(work.query_group + 1); ++n) {
     Panels panel(p_, n);
     panel.q_t = shared_.q_t + row_of(b, h, n) * p_.width;
-    run_tile(work, w, site, panel, n);
+    for (int x = 0; x < work.blocks; ++x) run_tile(work, work.block[x], w, site, panel, n);
   }
 }
 
@@ -122,19 +129,19 @@ PaddedRows<T> AttentionBackward<T>::rows_of(const T* padded_rows, const Matrices
 }
 
 template <class T>
-void AttentionBackward<T>::run_tile(const Work& work, Scratch& w, const Site<T>& site, const Panels& panel,
-                                    Index number) const {
-  const Cover cover = compute_scores<T, kRows>(w.tile, site, panel, work.key, work.keys);
-  if (cover == Cover::none) return;
+void AttentionBackward<T>::run_tile(const Work& work, const Block& block, Scratch& w, const Site<T>& site,
+                                    const Panels& panel, Index number) const {
+  find_cover(w.tile, site, panel, block.key, block.keys);
+  if (w.tile.cover == Cover::none) return;
   visited_tiles.fetch_add(1, std::memory_order_relaxed);
   const Index row = row_of(site.b, site.h, number);
-  compute_weights(w, row);
-  const T* v = site.v + work.key * p_.v.row_stride;
-  source_.fill(w.dp, {site.b, site.h, panel.first, work.key, panel.count, work.keys, v, p_.v.row_stride,
+  compute_weights(block, w, site, panel, row);
+  const T* v = site.v + block.key * p_.v.row_stride;
+  source_.fill(w.dp, {site.b, site.h, panel.first, block.key, panel.count, block.keys, v, p_.v.row_stride,
                       shared_.do_t ? shared_.do_t + row * p_.value_width : nullptr, w.log2_p, w.tile});
   const T kept = T(p_.dropout.scale());
   if (w.keep) {
-    fill_kept(w.keep, site, panel, work.key, work.keys);
+    fill_kept(w.keep, site, panel, block.key, block.keys);
     apply_kept<T, kWidth>(w.dp, w.tile, w.keep, kept);
   }
   score_gradient(w, row, panel.count);
@@ -146,21 +153,22 @@ void AttentionBackward<T>::run_tile(const Work& work, Scratch& w, const Site<T>&
   if (w.tile.slope)
     each_vector<T, kWidth>(w.tile, [&](Index n, int) { store(w.dp + n, load(w.dp + n) * load(w.tile.slope + n)); });
   if (w.keep) apply_kept<T, kWidth>(w.tile.s, w.tile, w.keep, kept);
-  add_tile(work, w, site, panel, number);
+  add_tile(work, block, w, site, panel, number);
 }
 
 // p = exp(s - lse), in place of s
 template <class T>
-void AttentionBackward<T>::compute_weights(const Scratch& w, Index row) const {
+void AttentionBackward<T>::compute_weights(const Block& block, Scratch& w, const Site<T>& site, const Panels& panel,
+                                           Index row) const {
   const T *base = shared_.norm.base + row, *log2_l = shared_.norm.log2_l + row;
-  each_span<kVectors>(w.tile, [&](auto vectors, const Span& span) {
-    for (int k = span.key; k < span.key + span.keys; ++k)
-      for (int v = 0; v < vectors; ++v) {
-        const int lane = (span.vector + v) * kStep;
-        const Vec<T> x = load(w.tile.s + k * kWidth + lane) - load(base + lane) - load(log2_l + lane);
-        if (w.log2_p) store(w.log2_p + k * kWidth + lane, x);
-        store(w.tile.s + k * kWidth + lane, exp2<T>(x));
-      }
+  each_span(w.tile, [&](auto vectors, const Span& span) {
+    const auto exponent = [&](Vec<T> s, Index n, int v) {
+      const int lane = (span.vector + v) * kStep;
+      const Vec<T> x = s - load(base + lane) - load(log2_l + lane);
+      if (w.log2_p) store(w.log2_p + n, x);
+      return x;
+    };
+    span_weights<T, vectors>(w.tile, site, panel, block.key, span, exponent, [](Vec<T>, int) {});
   });
 }
 
@@ -181,19 +189,20 @@ void AttentionBackward<T>::score_gradient(const Scratch& w, Index row, int rows)
 
 // What the tile gives to the gradients of key, value and query.
 template <class T>
-void AttentionBackward<T>::add_tile(const Work& work, const Scratch& w, const Site<T>& site, const Panels& panel,
-                                    Index number) const {
+void AttentionBackward<T>::add_tile(const Work& work, const Block& block, const Scratch& w, const Site<T>& site,
+                                    const Panels& panel, Index number) const {
   const Index row = row_of(site.b, site.h, number);
   // Masked places may hold anything: where a row of the tile is not finite, only visible pairs are multiplied.
-  const bool clean = w.tile.cover == Cover::all || (work.keys_finite && shared_.finite[row / kWidth]);
+  const bool clean = w.tile.cover == Cover::all || (block.finite && shared_.finite[row / kWidth]);
   const LaneInt<T>* visible = clean ? nullptr : w.tile.visible;
   const auto grad_rows = rows_of(shared_.do_rows, in_.grad_out, site.b, site.h, number, p_.value_width);
   const auto query_rows = rows_of(shared_.q_rows, p_.q, site.b, site.h, number, p_.width);
-  each_span<kVectors>(w.tile, [&](auto vectors, const Span& span) {
-    if (w.dv) add_to_keys<vectors>(w.dv, w.tile.s, grad_rows, padded(p_.value_width), span, panel.count, visible);
-    if (w.dk) add_to_keys<vectors>(w.dk, w.dp, query_rows, padded(p_.width), span, panel.count, visible);
+  each_span(w.tile, [&](auto vectors, const Span& span) {
+    if (block.dv)
+      add_to_keys<vectors>(block.dv, w.tile.s, grad_rows, padded(p_.value_width), span, panel.count, visible);
+    if (block.dk) add_to_keys<vectors>(block.dk, w.dp, query_rows, padded(p_.width), span, panel.count, visible);
     if (shared_.dq_t)
-      add_to_queries<vectors>(dq_panel(work.key_group, row), site.k + work.key * p_.k.row_stride, w.dp, span, visible);
+      add_to_queries<vectors>(dq_panel(work.key_group, row), site.k + block.key * p_.k.row_stride, w.dp, span, visible);
   });
 }
 
@@ -216,8 +225,8 @@ void AttentionBackward<T>::add_to_keys(T* out, const T* a, const PaddedRows<T>& 
       }
     return;
   }
-  each_row_tile<kVectors>(width / kStep, [&](auto vectors, Index column) {
-    each_row_tile<kTileRows<kRows, kVectors, vectors>>(span.keys, [&](auto tile_rows, Index k) {
+  each_row_tile<kRegisterVectors>(width / kStep, [&](auto vectors, Index column) {
+    each_row_tile<kTileRows<vectors>>(span.keys, [&](auto tile_rows, Index k) {
       Accumulators<T, tile_rows, vectors> acc{};
       multiply_rows<T, tile_rows, vectors>(acc, a + k * kWidth, kWidth, from + column * kStep, b.stride, count);
       each<T, tile_rows, vectors>(acc, [&](Vec<T>& x, int r, int n) {
@@ -247,7 +256,7 @@ void AttentionBackward<T>::add_to_queries(T* dq, const T* k, const T* ds, const 
       }
     return;
   }
-  each_row_tile<kTileRows<kRows, kVectors, NV>>(p_.width, [&](auto rows, Index d) {
+  each_row_tile<kTileRows<NV>>(p_.width, [&](auto rows, Index d) {
     Accumulators<T, rows, NV> acc{};
     multiply_columns<T, rows, NV>(acc, k + d, stride, ds, kWidth, span.keys);
     each<T, rows, NV>(acc, [&](Vec<T>& x, int r, int n) {
@@ -257,19 +266,19 @@ void AttentionBackward<T>::add_to_queries(T* dq, const T* k, const T* ds, const 
   });
 }
 
-// The keys' gradients of one task, to their place or to the partial sums.
+// The gradients of one block's keys, to their place or to the partial sums.
 template <class T>
-void AttentionBackward<T>::store_keys(const Work& work, const Scratch& w, Index b, Index hk) const {
+void AttentionBackward<T>::store_keys(const Work& work, const Block& block, Index b, Index hk) const {
   const auto save = [&](const T* from, T* sums, const Matrices<T>& to, Index width, T factor) {
     if (!from) return;
-    const Index first = ((work.query_group * p_.batch + b) * p_.key_heads + hk) * p_.keys + work.key;
-    for (int k = 0; k < work.keys; ++k) {
-      T* line = sums ? sums + (first + k) * padded(width) : to.at(b, hk) + (work.key + k) * to.row_stride;
+    const Index first = ((work.query_group * p_.batch + b) * p_.key_heads + hk) * p_.keys + block.key;
+    for (int k = 0; k < block.keys; ++k) {
+      T* line = sums ? sums + (first + k) * padded(width) : to.at(b, hk) + (block.key + k) * to.row_stride;
       for (Index c = 0; c < width; ++c) line[c] = factor * from[k * padded(width) + c];
     }
   };
-  save(w.dk, shared_.dk, result_.grad_key, p_.width, p_.scale);
-  save(w.dv, shared_.dv, result_.grad_value, p_.value_width, T(1));
+  save(block.dk, shared_.dk, result_.grad_key, p_.width, p_.scale);
+  save(block.dv, shared_.dv, result_.grad_value, p_.value_width, T(1));
 }
 
 // Third pass.

@@ -9,8 +9,8 @@ namespace attention_ops {
 template <class T>
 class WeightTiles {
  public:
-  static constexpr int kRows = kForwardRows, kVectors = kForwardVectors, kStep = kLanes<T>;
-  using Panels = Panel<T, kVectors>;
+  static constexpr int kVectors = kRegisterVectors, kStep = kLanes<T>;
+  using Panels = Panel<T>;
   static constexpr int kWidth = Panels::kWidth;
 
   WeightTiles(const Problem<T>& p, const T* lse, Pieces& pieces) : p_(p), lse_(lse) {
@@ -25,11 +25,11 @@ class WeightTiles {
     rows_to_lanes(q_t_, kWidth, q, p_.q.row_stride, panel.count, p_.width, p_.query_factor());
     panel.q_t = q_t_;
     const T* lse = lse_ + (site.b * p_.heads + site.h) * p_.queries + panel.first;
-    find_row_norm<kRows>(norm_, lse, tile_, site, panel);
+    find_row_norm(norm_, lse, tile_, site, panel);
   }
   // False for a tile without a visible element.
   bool step(const Site<T>& site, const Panels& panel, Index key, int keys) {
-    if (compute_scores<T, kRows>(tile_, site, panel, key, keys) == Cover::none) return false;
+    if (compute_scores(tile_, site, panel, key, keys) == Cover::none) return false;
     visited_tiles.fetch_add(1, std::memory_order_relaxed);
     each_vector<T, kWidth>(tile_, [&](Index n, int lane) {
       store(tile_.s + n, load(tile_.s + n) - load(norm_.base + lane) - load(norm_.log2_l + lane));
@@ -205,17 +205,19 @@ class AttentionSummaries {
 };
 
 // d loss / d w given as a tensor, or as the gradient of its mean over heads.
-template <class T, int Width>
-class DenseGradient final : public WeightGradient<T, Width> {
+template <class T>
+class DenseGradient final : public WeightGradient<T> {
+  static constexpr int kWidth = Panel<T>::kWidth;
+
  public:
   DenseGradient(const Tensor4& grad, T factor) : grad_(grad), factor_(factor) {}
-  void fill(T* dp, const GradientTile<T, Width>& t) const override {
-    std::fill_n(dp, Index(t.keys) * Width, T(0));
+  void fill(T* dp, const GradientTile<T>& t) const override {
+    std::fill_n(dp, Index(t.keys) * kWidth, T(0));
     with_element(grad_.element, [&]<class E>(E*) {
       const E* first = static_cast<const E*>(grad_.data) + t.b * grad_.strides[0] + t.h * grad_.strides[1] +
                        t.row * grad_.strides[2] + t.key * grad_.strides[3];
-      each_vector<T, Width>(t.scores, [&](Index n, int lane) {
-        const E* column = first + n / Width * grad_.strides[3];
+      each_vector<T, kWidth>(t.scores, [&](Index n, int lane) {
+        const E* column = first + n / kWidth * grad_.strides[3];
         for (int q = lane; q < std::min(lane + kLanes<T>, t.rows); ++q)
           dp[n - lane + q] = factor_ * convert<T>(column[q * grad_.strides[2]]);
       });
@@ -234,16 +236,18 @@ struct SummaryGradients {
   const int64_t* argmax = nullptr;
 };
 
-template <class T, int Width>
-class SummaryGradient final : public WeightGradient<T, Width> {
+template <class T>
+class SummaryGradient final : public WeightGradient<T> {
+  static constexpr int kWidth = Panel<T>::kWidth;
+
  public:
   SummaryGradient(const Problem<T>& p, const SummaryGradients<T>& grads) : p_(p), grads_(grads) {}
   bool needs_log() const override { return grads_.entropy != nullptr; }
-  void fill(T* dp, const GradientTile<T, Width>& t) const override {
+  void fill(T* dp, const GradientTile<T>& t) const override {
     const Index bh = t.b * p_.heads + t.h, row = bh * p_.queries + t.row;
-    std::fill_n(dp, Index(t.keys) * Width, T(0));
-    each_vector<T, Width>(t.scores, [&](Index n, int lane) {
-      const Index j = t.key + n / Width;
+    std::fill_n(dp, Index(t.keys) * kWidth, T(0));
+    each_vector<T, kWidth>(t.scores, [&](Index n, int lane) {
+      const Index j = t.key + n / kWidth;
       for (int q = lane; q < std::min(lane + kLanes<T>, t.rows); ++q) {
         T& x = dp[n - lane + q];
         if (grads_.column_sum) x += grads_.column_sum[bh * p_.keys + j];

@@ -30,7 +30,7 @@ struct BackwardPlan {
         key_heads(shares(result, 1) ? 1 : p.key_heads),
         key_blocks((p.keys + kTileKeys - 1) / kTileKeys),
         panels(panels),
-        key_groups(groups(kTasks, batches * key_heads, key_blocks / 2)),
+        key_groups(groups(kTasks, batches * key_heads, std::max(key_blocks / 4, std::min<Index>(key_blocks / 2, 4)))),
         query_groups(groups(kTasks, batches * key_heads * key_groups, panels / 8)) {}
 
   Index tasks() const { return owners() * key_groups * query_groups; }

@@ -29,6 +29,9 @@ struct Exp2Constants<float> {
   // Minimax of (2^f - one) / f, two terms shorter than the series; `one` centres its error (2.1e-7 relative).
   static constexpr std::array<float, 5> fast = {1.327647217e-3f, 9.675541331e-3f, 5.550713273e-2f, 2.402211972e-1f,
                                                 6.931469671e-1f};
+  // Minimax of 2^f for 0 <= f < 1 (1.5e-7 relative).
+  static constexpr std::array<float, 6> floored = {1.877576578e-3f, 8.989338763e-3f, 5.582631752e-2f,
+                                                   2.401536256e-1f, 6.931530237e-1f, 9.999999404e-1f};
   static constexpr std::array<float, 7> exact = exp2_series<float, 7>();
   static constexpr float one = 1.000000072f, shifter = 0x1.8p23f, low = -126;
 };
@@ -46,17 +49,23 @@ struct Exp2Parts {
 };
 
 template <class T, size_t N>
-inline Exp2Parts<T> split_exp2(Vec<T> x, const std::array<T, N>& polynomial) {
-  const Vec<T> shifter = splat(Exp2Constants<T>::shifter), shifted = x + shifter, n = shifted - shifter, f = x - n;
+inline Vec<T> evaluate(const std::array<T, N>& polynomial, Vec<T> f) {
   Vec<T> r = splat(polynomial[0]);
   for (size_t k = 1; k < N; ++k) r = fma(r, f, splat(polynomial[k]));
-  return {n, shifted, r * f};
+  return r;
+}
+
+template <class T, size_t N>
+inline Exp2Parts<T> split_exp2(Vec<T> x, const std::array<T, N>& polynomial) {
+  const Vec<T> shifter = splat(Exp2Constants<T>::shifter), shifted = x + shifter, n = shifted - shifter, f = x - n;
+  return {n, shifted, evaluate<T>(polynomial, f) * f};
 }
 
 // 0 below the smallest normal number, NaN through.
 template <class T>
 inline Vec<T> exp2(Vec<T> x) {
   using C = Exp2Constants<T>;
+  if constexpr (kFloors<T>) return scale_by_floor<T>(evaluate<T>(C::floored, fraction<T>(x)), x, C::low);
   const Exp2Parts<T> parts = split_exp2<T>(x, C::fast);
   return scale_by_power<T>(parts.below_one + splat(C::one), parts.n, parts.shifted, x, C::low);
 }
@@ -65,6 +74,20 @@ inline Vec<T> exp2(Vec<T> x) {
 template <class T>
 inline Vec<T> rescale(Vec<T> from, Vec<T> to) {
   return from == to ? splat(T(1)) : exp2<T>(from - to);
+}
+
+// Of positive normal numbers, infinity and NaN: x = 2^n y with y around 1, log y = 2 atanh((y - 1) / (y + 1)).
+template <class T>
+inline Vec<T> log2(Vec<T> x) {
+  constexpr int kFraction = std::numeric_limits<T>::digits - 1, kTerms = sizeof(T) == 4 ? 5 : 11;
+  const Ints<T> bits = std::bit_cast<Ints<T>>(x);
+  const Ints<T> n = (bits - std::bit_cast<Ints<T>>(splat(T(std::numbers::sqrt2 / 2)))) >> kFraction;
+  const Vec<T> y = std::bit_cast<Vec<T>>(bits - (n << kFraction));
+  const Vec<T> t = (y - splat(T(1))) / (y + splat(T(1))), t2 = t * t;
+  Vec<T> sum = splat(T(1) / (2 * kTerms - 1));
+  for (int k = kTerms - 2; k >= 0; --k) sum = fma(sum, t2, splat(T(1) / (2 * k + 1)));
+  const Vec<T> log = fma(t * sum, splat(2 * kLog2e<T>), __builtin_convertvector(n, Vec<T>));
+  return x < splat(kInfinity<T>) ? log : x;
 }
 
 // tanh(x) = e / (e + 2) with e = exp(2x) - 1, which keeps small x exact.

@@ -9,10 +9,10 @@
 
 namespace attention_ops {
 
-// Rows of the register tile beside NV vectors, where `Rows` go with `Vectors`: narrow tiles are taller, for enough
-// independent sums to hide the latency of one.
-template <int Rows, int Vectors, int NV>
-constexpr int kTileRows = std::bit_floor(unsigned(Rows * Vectors / NV));
+// Rows of the register tile beside NV vectors: narrow tiles are taller, for enough independent sums to hide the latency
+// of one.
+template <int NV>
+constexpr int kTileRows = std::bit_floor(unsigned(kRegisterRows * kRegisterVectors / NV));
 
 template <class T, int R, int NV>
 using Accumulators = Vec<T>[R][NV];
@@ -80,10 +80,10 @@ inline __attribute__((always_inline)) void with_count(int n, F&& f) {
 }
 
 // out[r][:] = start[r][:] + sum_n a[r][n] b[n][:] for NV vectors of columns; without `start` from zero.
-template <int R, int NV, class T>
+template <int NV, class T>
 inline __attribute__((always_inline)) void multiply_rows_into(T* out, Index ldo, const T* start, const T* a, Index lda,
                                                               const T* b, Index ldb, Index rows, Index count) {
-  each_row_tile<R>(rows, [&](auto tile_rows, Index r) {
+  each_row_tile<kTileRows<NV>>(rows, [&](auto tile_rows, Index r) {
     Accumulators<T, tile_rows, NV> acc{};
     if (start)
       each<T, tile_rows, NV>(acc, [&](Vec<T>& x, int i, int v) { x = load(start + (r + i) * ldo + v * kLanes<T>); });

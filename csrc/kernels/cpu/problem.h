@@ -1,11 +1,10 @@
-// What every attention kernel is given, its scratch memory, and the pieces of it that one batch and head see.
+// What every attention kernel is given, and the pieces of it that one batch and head see.
 #pragma once
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
-#include <new>
 
+#include "kernels/cpu/arena.h"
 #include "kernels/cpu/elementary.h"
 #include "kernels/mask/mask.h"
 #include "kernels/philox.h"
@@ -36,47 +35,6 @@ struct Problem {
 
 inline std::atomic<int64_t> visited_tiles{0};
 
-// Scratch of one thread, handed out in aligned pieces. Sizes are counted first, so that there is one allocation.
-class Arena {
- public:
-  explicit Arena(size_t bytes)
-      : next_(static_cast<char*>(::operator new(bytes + kAlign, std::align_val_t(kAlign)))), base_(next_) {}
-  ~Arena() { ::operator delete(base_, std::align_val_t(kAlign)); }
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-
-  void reset() { next_ = base_; }
-  template <class E>
-  E* take(Index count) {
-    E* piece = reinterpret_cast<E*>(next_);
-    next_ += rounded<E>(count);
-    return piece;
-  }
-  template <class E>
-  static size_t rounded(Index count) {
-    return (size_t(count) * sizeof(E) + kAlign - 1) / kAlign * kAlign;
-  }
-
- private:
-  static constexpr size_t kAlign = 64;
-  char *next_, *base_;
-};
-
-// Takes pieces from an arena, or only counts them.
-class Pieces {
- public:
-  explicit Pieces(Arena* arena = nullptr) : arena_(arena) {}
-  template <class E>
-  void operator()(E*& piece, Index count) {
-    bytes += Arena::rounded<E>(count);
-    if (arena_) piece = arena_->take<E>(count);
-  }
-  size_t bytes = 0;
-
- private:
-  Arena* arena_;
-};
-
 // One batch and query head.
 template <class T>
 struct Site {
@@ -104,10 +62,11 @@ struct Site {
   }
 };
 
-// Up to `kWidth` queries, one in each lane of NV vectors; lanes past `count` repeat the last row's number.
-template <class T, int NV>
+// Up to `kWidth` queries, one in each lane of the vectors of a register tile; lanes past `count` repeat the last row's
+// number.
+template <class T>
 struct Panel {
-  static constexpr int kWidth = NV * kLanes<T>;
+  static constexpr int kWidth = kRegisterVectors * kLanes<T>;
   Index first;
   int count;
   int32_t rows[kWidth], low, high;

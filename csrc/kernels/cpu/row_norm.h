@@ -18,23 +18,23 @@ bool is_coarse(T lse) {
 }
 
 // m = max s and l = sum 2^(s - m) over the keys of a panel, the sink included.
-template <int R, class T, int NV>
-void count_rows(const RowNorm<T>& norm, ScoreTile<T>& tile, const Site<T>& site, const Panel<T, NV>& panel) {
+template <class T>
+void count_rows(const RowNorm<T>& norm, ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& panel) {
   const Problem<T>& p = site.of;
-  Vec<T> m[NV], l[NV];
+  Vec<T> m[kRegisterVectors], l[kRegisterVectors];
   const T sink = site.sink();
-  for (int v = 0; v < NV; ++v) m[v] = splat(sink), l[v] = splat(T(sink != -kInfinity<T>));
+  for (int v = 0; v < kRegisterVectors; ++v) m[v] = splat(sink), l[v] = splat(T(sink != -kInfinity<T>));
   for (Index key = 0; key < p.keys; key += kTileKeys) {
     const int keys = int(std::min<Index>(kTileKeys, p.keys - key));
-    if (compute_scores<T, R>(tile, site, panel, key, keys) == Cover::none) continue;
-    each_vector<T, Panel<T, NV>::kWidth>(tile, [&](Index n, int lane) {
+    if (compute_scores(tile, site, panel, key, keys) == Cover::none) continue;
+    each_vector<T, Panel<T>::kWidth>(tile, [&](Index n, int lane) {
       const int v = lane / kLanes<T>;
       const Vec<T> s = load(tile.s + n), top = max(s, m[v]), base = top == splat(-kInfinity<T>) ? Vec<T>{} : top;
       l[v] = fma(l[v], rescale<T>(m[v], base), exp2<T>(s - base));
       m[v] = top;
     });
   }
-  for (int lane = 0; lane < Panel<T, NV>::kWidth; ++lane) {
+  for (int lane = 0; lane < Panel<T>::kWidth; ++lane) {
     const T top = m[lane / kLanes<T>][lane % kLanes<T>], sum = l[lane / kLanes<T>][lane % kLanes<T>];
     norm.base[lane] = top == -kInfinity<T> ? 0 : top;
     norm.log2_l[lane] = sum == 0 ? 0 : std::log2(sum);
@@ -42,11 +42,11 @@ void count_rows(const RowNorm<T>& norm, ScoreTile<T>& tile, const Site<T>& site,
 }
 
 // `lse` holds the panel's rows.
-template <int R, class T, int NV>
+template <class T>
 void find_row_norm(const RowNorm<T>& norm, const T* lse, ScoreTile<T>& tile, const Site<T>& site,
-                   const Panel<T, NV>& panel) {
-  if (std::any_of(lse, lse + panel.count, is_coarse<T>)) return count_rows<R>(norm, tile, site, panel);
-  for (int lane = 0; lane < Panel<T, NV>::kWidth; ++lane) {  // an empty row has no finite score either
+                   const Panel<T>& panel) {
+  if (std::any_of(lse, lse + panel.count, is_coarse<T>)) return count_rows(norm, tile, site, panel);
+  for (int lane = 0; lane < Panel<T>::kWidth; ++lane) {  // an empty row has no finite score either
     norm.base[lane] = lane < panel.count && lse[lane] != -kInfinity<T> ? lse[lane] * kLog2e<T> : 0;
     norm.log2_l[lane] = 0;
   }

@@ -8,14 +8,20 @@
 namespace attention_ops {
 
 // dst[c][r] = read(r, c, n)[c], with read giving n <= lanes elements of row r from column c on; dst has `width` lanes,
-// a multiple of a vector, and rows past `rows` read as zero.
+// a multiple of a vector. The last row's vector is filled up with zeros; vectors past it are left alone.
 template <class T, class Read>
 inline void transpose_to_lanes(T* dst, int width, int rows, Index columns, Read&& read) {
   constexpr int kStep = kLanes<T>;
-  for (int r = 0; r < width; r += kStep)
+  for (int r = 0; r < rows; r += kStep)
     for (Index c = 0; c < columns; c += kStep) {
       const int count = int(std::min<Index>(kStep, columns - c));
       Vec<T> block[kStep];
+      if (r + kStep <= rows && count == kStep) {  // the counts are constants here
+        for (int i = 0; i < kStep; ++i) block[i] = read(r + i, c, kStep);
+        transpose<T>(block);
+        for (int i = 0; i < kStep; ++i) store(dst + (c + i) * width + r, block[i]);
+        continue;
+      }
       for (int i = 0; i < kStep; ++i) block[i] = r + i < rows ? read(r + i, c, count) : Vec<T>{};
       transpose<T>(block);
       for (int i = 0; i < count; ++i) store(dst + (c + i) * width + r, block[i]);
@@ -40,6 +46,12 @@ inline void lanes_to_rows(const T* src, Index width, const T* factors, int rows,
     for (Index c = 0; c < columns; c += kStep) {
       const int count = int(std::min<Index>(kStep, columns - c));
       Vec<T> block[kStep];
+      if (r + kStep <= rows && count == kStep) {
+        for (int i = 0; i < kStep; ++i) block[i] = factor * load(src + (c + i) * width + r);
+        transpose<T>(block);
+        for (int i = 0; i < kStep; ++i) write(r + i, c, block[i], kStep);
+        continue;
+      }
       for (int i = 0; i < kStep; ++i) block[i] = i < count ? factor * load(src + (c + i) * width + r) : Vec<T>{};
       transpose<T>(block);
       for (int i = 0; i < std::min(kStep, rows - r); ++i) write(r + i, c, block[i], count);
@@ -68,13 +80,16 @@ inline T dot(const T* a, const T* b, Index count) {
 // Whether no element is infinite or NaN. Masked places may hold anything, and 0 times it is NaN.
 template <class T>
 inline bool all_finite(const T* x, Index stride, Index rows, Index columns) {
-  Vec<T> sum{};
-  for (Index r = 0; r < rows; ++r) {
-    Index c = 0;
-    for (; c + kLanes<T> <= columns; c += kLanes<T>) sum = fma(load(x + r * stride + c), Vec<T>{}, sum);
-    if (c < columns) sum = fma(load_part(x + r * stride + c, int(columns - c)), Vec<T>{}, sum);
-  }
-  return sum_lanes<T>(sum) == 0;
+  constexpr int kRows = 4;  // sums that do not wait for each other
+  Vec<T> sum[kRows]{};
+  for (Index r = 0; r < rows; r += kRows)
+    for (Index c = 0; c < columns; c += kLanes<T>)
+      for (int i = 0; i < kRows; ++i) {
+        const T* from = x + std::min(r + i, rows - 1) * stride + c;
+        const bool whole = c + kLanes<T> <= columns;
+        sum[i] = fma(whole ? load(from) : load_part(from, int(columns - c)), Vec<T>{}, sum[i]);
+      }
+  return sum_lanes<T>((sum[0] + sum[1]) + (sum[2] + sum[3])) == 0;
 }
 
 }  // namespace attention_ops

@@ -37,20 +37,21 @@ struct ScoreTile {
 };
 
 // Calls f(vectors, span) for each span, the number of vectors a constant.
-template <int NV, class T, class F>
+template <class T, class F>
 void each_span(const ScoreTile<T>& tile, F&& f) {
   for (int n = 0; n < tile.number_of_spans; ++n)
-    with_count<NV>(tile.spans[n].vectors, [&](auto vectors) { f(vectors, tile.spans[n]); });
+    with_count<kRegisterVectors>(tile.spans[n].vectors, [&](auto vectors) { f(vectors, tile.spans[n]); });
 }
 
-// Calls f(offset of the element, lane) for each vector of each span.
+// Calls f(offset of the element, lane) for each vector of a span, or of every span.
+template <class T, int Width, class F>
+inline __attribute__((always_inline)) void each_vector(const Span& span, F&& f) {
+  for (int k = span.key; k < span.key + span.keys; ++k)
+    for (int v = span.vector; v < span.vector + span.vectors; ++v) f(Index(k) * Width + v * kLanes<T>, v * kLanes<T>);
+}
 template <class T, int Width, class F>
 inline __attribute__((always_inline)) void each_vector(const ScoreTile<T>& tile, F&& f) {
-  for (int n = 0; n < tile.number_of_spans; ++n) {
-    const Span& span = tile.spans[n];
-    for (int k = span.key; k < span.key + span.keys; ++k)
-      for (int v = span.vector; v < span.vector + span.vectors; ++v) f(Index(k) * Width + v * kLanes<T>, v * kLanes<T>);
-  }
+  for (int n = 0; n < tile.number_of_spans; ++n) each_vector<T, Width>(tile.spans[n], f);
 }
 
 // n elements, `stride` apart, in lanes.
@@ -143,9 +144,9 @@ void find_spans(ScoreTile<T>& tile, int keys, int vectors) {
   tile.cover = tile.number_of_spans == 0 ? Cover::none : all ? Cover::all : Cover::some;
 }
 
-template <class T, int NV>
-void find_cover(ScoreTile<T>& tile, const Site<T>& site, const Panel<T, NV>& panel, Index key, int keys) {
-  constexpr int kWidth = Panel<T, NV>::kWidth;
+template <class T>
+void find_cover(ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& panel, Index key, int keys) {
+  constexpr int kWidth = Panel<T>::kWidth;
   const int vectors = (panel.count + kLanes<T> - 1) / kLanes<T>;
   const Tile shape = panel.tile(key, keys);
   tile.cover = site.mask.cover(shape);
@@ -161,43 +162,81 @@ void find_cover(ScoreTile<T>& tile, const Site<T>& site, const Panel<T, NV>& pan
 }
 
 template <class T, int Width>
-void apply_softcap(const ScoreTile<T>& tile, const Problem<T>& p) {
+void apply_softcap(const ScoreTile<T>& tile, const Problem<T>& p, const Span& span) {
   const Vec<T> unit = splat(p.softcap * kLog2e<T>);
-  each_vector<T, Width>(tile, [&](Index n, int) {
+  each_vector<T, Width>(span, [&](Index n, int) {
     const Vec<T> t = tanh<T>(load(tile.s + n));
     store(tile.s + n, p.bias.defined() ? fma(t, unit, load(tile.bias + n)) : t * unit);
     if (tile.slope) store(tile.slope + n, splat(T(1)) - t * t);
   });
 }
 
-// Fills the tile; its cover is `none`, and nothing is computed, where it has no visible element.
-template <class T, int R, int NV>
-Cover compute_scores(ScoreTile<T>& tile, const Site<T>& site, const Panel<T, NV>& panel, Index key, int keys) {
-  constexpr int kWidth = Panel<T, NV>::kWidth;
+// Calls use(sum, offset, v) with each vector of query_factor() q k' + bias of one span, while it is in a register.
+// With a softcap the bias comes later.
+template <class T, int NV, class F>
+inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& tile, const Site<T>& site,
+                                                         const Panel<T>& panel, Index key, const Span& span, F&& use) {
+  constexpr int kWidth = Panel<T>::kWidth, kStep = kLanes<T>;
   const Problem<T>& p = site.of;
-  find_cover(tile, site, panel, key, keys);
-  if (tile.cover == Cover::none) return tile.cover;
-  const T* start = p.bias.defined() && p.softcap == 0 ? tile.bias : nullptr;
-  each_span<NV>(tile, [&](auto vectors, const Span& span) {
-    const Index first = Index(span.key) * kWidth + span.vector * kLanes<T>;
-    multiply_rows_into<kTileRows<R, NV, vectors>, vectors>(
-        tile.s + first, kWidth, start ? start + first : nullptr, site.k + (key + span.key) * p.k.row_stride,
-        p.k.row_stride, panel.q_t + span.vector * kLanes<T>, kWidth, span.keys, p.width);
+  const int lane = span.vector * kStep;
+  const T* bias = p.bias.defined() && p.softcap == 0 ? tile.bias + lane : nullptr;
+  const T* k = site.k + key * p.k.row_stride;
+  each_row_tile<kTileRows<NV>>(span.keys, [&](auto rows, Index r) {
+    const Index first = span.key + r;
+    Accumulators<T, rows, NV> acc{};
+    if (bias)
+      each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) { x = load(bias + (first + i) * kWidth + v * kStep); });
+    multiply_rows<T, rows, NV>(acc, k + first * p.k.row_stride, p.k.row_stride, panel.q_t + lane, kWidth, p.width);
+    each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) { use(x, (first + i) * kWidth + lane + v * kStep, v); });
   });
-  if (p.softcap > 0) apply_softcap<T, kWidth>(tile, p);
+}
+
+// The scores of one span of a tile whose cover is known.
+template <class T, int NV>
+void span_scores(const ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& panel, Index key, const Span& span) {
+  span_products<T, NV>(tile, site, panel, key, span, [&](Vec<T> x, Index n, int) { store(tile.s + n, x); });
+  if (site.of.softcap > 0) apply_softcap<T, Panel<T>::kWidth>(tile, site.of, span);
   if (tile.cover == Cover::some)
-    each_vector<T, kWidth>(tile, [&](Index n, int) {
+    each_vector<T, Panel<T>::kWidth>(span, [&](Index n, int) {
       const Ints<T> visible = load_lanes<T>(tile.visible + n);
       store(tile.s + n, visible ? load(tile.s + n) : splat(-kInfinity<T>));
       if (tile.slope) store(tile.slope + n, visible ? load(tile.slope + n) : Vec<T>{});
     });
+}
+
+// s := p = 2^exponent(score, offset, v) for one span, 0 where masked; calls use(p, v) on the way. Without a softcap
+// that is one pass, in registers.
+template <class T, int NV, class Exponent, class Use>
+inline __attribute__((always_inline)) void span_weights(const ScoreTile<T>& tile, const Site<T>& site,
+                                                        const Panel<T>& panel, Index key, const Span& span,
+                                                        Exponent&& exponent, Use&& use) {
+  const LaneInt<T>* visible = tile.cover == Cover::some ? tile.visible : nullptr;
+  const auto weigh = [&](Vec<T> score, Index n, int v) {
+    Vec<T> x = exponent(score, n, v);
+    if (visible) x = load_lanes<T>(visible + n) ? x : splat(-kInfinity<T>);
+    const Vec<T> p = exp2<T>(x);
+    store(tile.s + n, p);
+    use(p, v);
+  };
+  if (site.of.softcap == 0) return span_products<T, NV>(tile, site, panel, key, span, weigh);
+  span_scores<T, NV>(tile, site, panel, key, span);
+  each_vector<T, Panel<T>::kWidth>(
+      span, [&](Index n, int lane) { weigh(load(tile.s + n), n, lane / kLanes<T> - span.vector); });
+}
+
+// Fills the tile; its cover is `none`, and nothing is computed, where it has no visible element.
+template <class T>
+Cover compute_scores(ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& panel, Index key, int keys) {
+  find_cover(tile, site, panel, key, keys);
+  if (tile.cover != Cover::none)
+    each_span(tile, [&](auto vectors, const Span& span) { span_scores<T, vectors>(tile, site, panel, key, span); });
   return tile.cover;
 }
 
 // keep[key][lane] = -1 where dropout keeps the element, else 0.
-template <class T, int NV>
-void fill_kept(LaneInt<T>* keep, const Site<T>& site, const Panel<T, NV>& panel, Index key, int keys) {
-  constexpr int kWidth = Panel<T, NV>::kWidth;
+template <class T>
+void fill_kept(LaneInt<T>* keep, const Site<T>& site, const Panel<T>& panel, Index key, int keys) {
+  constexpr int kWidth = Panel<T>::kWidth;
   for (Index group = key / 8; group <= (key + keys - 1) / 8; ++group) {
     uint32_t words[4][kWidth];
     for (int q = 0; q < kWidth; ++q) {

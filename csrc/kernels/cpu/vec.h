@@ -1,30 +1,49 @@
 // The vector vocabulary: all that kernels say about the processor. The only file that names an instruction set.
 // A section gives the width, the register tiles and the few operations that the portable text below cannot say well.
 #pragma once
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
+
+#include "kernels/view.h"
 
 namespace attention_ops {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kForwardRows = 4, kForwardVectors = 4;    // accumulators of the forward kernels' register tile
-constexpr int kBackwardRows = 8, kBackwardVectors = 2;  // the same for the backward kernels
+constexpr int kRegisterRows = 4, kRegisterVectors = 4;  // accumulators of a product's register tile
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
-constexpr int kForwardRows = 4, kForwardVectors = 3;
-constexpr int kBackwardRows = 4, kBackwardVectors = 3;
+constexpr int kRegisterRows = 4, kRegisterVectors = 3;
+#elif defined(__ARM_NEON)
+constexpr int kVectorBytes = 16;
+constexpr int kRegisterRows = 4, kRegisterVectors = 4;  // taller ones, up to 8 x 3, spill under g++ 12
 #else
 constexpr int kVectorBytes = 16;
-constexpr int kForwardRows = 4, kForwardVectors = 3;
-constexpr int kBackwardRows = 4, kBackwardVectors = 3;
+constexpr int kRegisterRows = 4, kRegisterVectors = 3;
 #endif
+
+// As long as it lives, numbers below the normal range are zero in this thread's arithmetic. A product of one costs as
+// much as a hundred others on x86, and what is lost is smaller than the smallest normal number.
+class FlushDenormals {
+#if defined(__SSE2__)
+ public:
+  FlushDenormals() { _mm_setcsr(before_ | 0x8040); }  // operands and results
+  ~FlushDenormals() { _mm_setcsr(before_); }
+  FlushDenormals(const FlushDenormals&) = delete;
+
+ private:
+  const unsigned before_ = _mm_getcsr();
+#endif
+};
 
 template <class T>
 struct VectorOf {
@@ -93,6 +112,19 @@ inline Vec<T> scale_by_power(Vec<T> mantissa, Vec<T>, Vec<T> shifted, Vec<T> x, 
   return x < splat(low) ? Vec<T>{} : y;
 }
 
+// x - floor(x) and mantissa * 2^floor(x), the latter 0 where x < low, for sections that have both as instructions.
+template <class T>
+constexpr bool kFloors = false;
+template <class T>
+Vec<T> fraction(Vec<T> x);
+template <class T>
+Vec<T> scale_by_floor(Vec<T> mantissa, Vec<T> x, T low);
+
+// Into the outer caches; any address will do.
+inline void prefetch(const void* p) {
+  __builtin_prefetch(p, /*write=*/0, /*locality=*/2);
+}
+
 // Only the first n elements are read or written; the other lanes are zero.
 template <class T>
 inline Vec<T> load_part(const T* p, int n) {
@@ -105,11 +137,95 @@ inline void store_part(T* p, std::type_identity_t<Vec<T>> x, int n) {
   for (int i = 0; i < n; ++i) p[i] = x[i];
 }
 
+// What an element is computed in, and how many vectors of that a vector's worth of memory fills.
+template <class E>
+using Wide = std::conditional_t<sizeof(E) == 2, float, E>;
+template <class E>
+constexpr int kWidening = sizeof(Wide<E>) / sizeof(E);
+template <class E>
+constexpr int kElements = kVectorBytes / int(sizeof(E));
+
+// Which element load_widened puts in lane `lane` of all its vectors in a row: where a pair of elements is a lane's
+// bits, two operations split it without moving any across lanes.
+template <class E>
+constexpr int element_in(int lane) {
+  return std::is_same_v<E, BFloat16> ? lane % kLanes<float> * 2 + lane / kLanes<float> : lane;
+}
+
+// A vector's worth of elements in the type that they are computed in.
+inline void load_widened(Vec<float> (&x)[1], const float* p) {
+  x[0] = load(p);
+}
+inline void load_widened(Vec<double> (&x)[1], const double* p) {
+  x[0] = load(p);
+}
+inline void load_widened(Vec<float> (&x)[2], const BFloat16* p) {
+  Ints<float> pairs;
+  std::memcpy(&pairs, p, sizeof pairs);
+  x[0] = std::bit_cast<Vec<float>>(pairs << 16);
+  x[1] = std::bit_cast<Vec<float>>(pairs & int32_t(0xffff0000));
+}
+inline void load_widened(Vec<float> (&x)[2], const Float16* p) {
+  for (int n = 0; n < 2; ++n, p += kLanes<float>)
+#if defined(__AVX512F__)
+    x[n] = _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+    x[n] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    x[n] = Vec<float>{p[0], p[1], p[2], p[3]};
+#endif
+}
+
 template <class T>
 inline T sum_lanes(Vec<T> x) {
   T sum = 0;
   for (int i = 0; i < kLanes<T>; ++i) sum += x[i];
   return sum;
+}
+
+// Sums of neighbours: those of a, then those of b.
+template <class T>
+inline Vec<T> add_neighbours(Vec<T> a, Vec<T> b) {
+  Ints<T> even, odd;
+  for (int i = 0; i < kLanes<T>; ++i) even[i] = 2 * i, odd[i] = 2 * i + 1;
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+}
+
+// Sums of groups of N neighbours: those of x[0], then those of x[1], to x[N - 1].
+template <class T, int N>
+inline __attribute__((always_inline)) Vec<T> add_groups(Vec<T>* x) {
+  if constexpr (N == 1) return x[0];
+#pragma GCC unroll 16
+  for (int n = 0; n < N / 2; ++n) x[n] = add_neighbours<T>(x[2 * n], x[2 * n + 1]);
+  return add_groups<T, std::max(1, N / 2)>(x);
+}
+
+// A group of N elements over and over.
+template <class T, int N>
+inline Vec<T> repeat(const T* p) {
+  constexpr int kBytes = N * int(sizeof(T));
+  if constexpr (N == 1) return splat(*p);
+  if constexpr (kBytes == kVectorBytes) return load(p);
+  if constexpr (kBytes == 8) {
+    int64_t bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return std::bit_cast<Vec<T>>(Ints<double>{} + bits);
+  }
+#if defined(__AVX512F__)
+  if constexpr (kBytes == 16)
+    return std::bit_cast<Vec<T>>(_mm512_maskz_broadcast_f32x4(0xffff, _mm_loadu_ps(reinterpret_cast<const float*>(p))));
+  return std::bit_cast<Vec<T>>(_mm512_maskz_broadcast_f64x4(0xff, _mm256_loadu_pd(reinterpret_cast<const double*>(p))));
+#elif defined(__AVX2__)
+  return std::bit_cast<Vec<T>>(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)));
+#endif
+}
+
+// x[i - n]; the last n lanes come first.
+template <class T>
+inline Vec<T> rotate(Vec<T> x, int n) {
+  Ints<T> from;
+  for (int i = 0; i < kLanes<T>; ++i) from[i] = (i + kLanes<T> - n) % kLanes<T>;
+  return __builtin_shuffle(x, from);
 }
 
 // rows[r][c] becomes rows[c][r], in log2(lanes) rounds of exchanges.
@@ -132,6 +248,14 @@ inline __attribute__((always_inline)) void transpose(Vec<T> (&rows)[kLanes<T>]) 
   }
 }
 
+#if defined(__ARM_NEON)
+inline bool any(Ints<float> x) {
+  return vmaxvq_u32(std::bit_cast<uint32x4_t>(x)) != 0;
+}
+inline bool any(Ints<double> x) {
+  return (x[0] | x[1]) != 0;
+}
+#else
 inline bool any(Ints<float> x) {
   for (int n = 0; n < kLanes<float>; ++n)
     if (x[n]) return true;
@@ -142,6 +266,7 @@ inline bool any(Ints<double> x) {
     if (x[n]) return true;
   return false;
 }
+#endif
 
 #if defined(__AVX512F__)  // maskz: g++ 12 warns of its own header in the plain form
 inline Vec<float> max(Vec<float> a, Vec<float> b) {
@@ -157,6 +282,16 @@ inline Vec<float> scale_by_power<float>(Vec<float> mantissa, Vec<float> n, Vec<f
 template <>
 inline Vec<double> scale_by_power<double>(Vec<double> mantissa, Vec<double> n, Vec<double>, Vec<double> x, double low) {
   return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, splat(low), _CMP_NLT_UQ), mantissa, n);
+}
+template <>
+inline constexpr bool kFloors<float> = true;
+template <>
+inline Vec<float> fraction<float>(Vec<float> x) {
+  return _mm512_maskz_reduce_ps(0xffff, x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+template <>
+inline Vec<float> scale_by_floor<float>(Vec<float> mantissa, Vec<float> x, float low) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(low), _CMP_NLT_UQ), mantissa, x);
 }
 #elif defined(__AVX2__)
 inline Vec<float> max(Vec<float> a, Vec<float> b) {

@@ -1,0 +1,82 @@
+// Scratch memory of kernels: one block, handed out in aligned pieces.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <new>
+
+#include "kernels/view.h"
+
+namespace attention_ops {
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kMostKept = 0;  // every block has its own end, so that a step past it is seen
+#else
+constexpr size_t kMostKept = size_t(32) << 20;
+#endif
+
+// Memory that is new to a process costs a page fault for every 4 KiB, a fifth of a small backward pass. So one block,
+// the largest given back, is kept for whichever thread asks next.
+struct alignas(64) Block {
+  size_t bytes;  // that follow
+
+  char* data() { return reinterpret_cast<char*>(this + 1); }
+
+  static Block* take(size_t bytes) {
+    Block* block = kept.exchange(nullptr, std::memory_order_acquire);
+    if (block && block->bytes >= bytes) return block;
+    free(block);
+    return new (::operator new(sizeof(Block) + bytes, std::align_val_t(alignof(Block)))) Block{bytes};
+  }
+  static void give(Block* block) {
+    if (block->bytes > kMostKept) return free(block);
+    for (Block* other; (other = kept.exchange(block, std::memory_order_acq_rel)); block = other)
+      if (other->bytes <= block->bytes) return free(other);
+  }
+
+ private:
+  static void free(Block* block) { ::operator delete(block, std::align_val_t(alignof(Block))); }
+
+  static inline std::atomic<Block*> kept{nullptr};
+};
+
+// Sizes are counted first, so that there is one block.
+class Arena {
+ public:
+  explicit Arena(size_t bytes) : block_(Block::take(bytes)), next_(block_->data()) {}
+  ~Arena() { Block::give(block_); }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  void reset() { next_ = block_->data(); }
+  template <class E>
+  E* take(Index count) {
+    E* piece = reinterpret_cast<E*>(next_);
+    next_ += rounded<E>(count);
+    return piece;
+  }
+  template <class E>
+  static size_t rounded(Index count) {
+    return (size_t(count) * sizeof(E) + alignof(Block) - 1) / alignof(Block) * alignof(Block);
+  }
+
+ private:
+  Block* block_;
+  char* next_;
+};
+
+// Takes pieces from an arena, or only counts them.
+class Pieces {
+ public:
+  explicit Pieces(Arena* arena = nullptr) : arena_(arena) {}
+  template <class E>
+  void operator()(E*& piece, Index count) {
+    bytes += Arena::rounded<E>(count);
+    if (arena_) piece = arena_->take<E>(count);
+  }
+  size_t bytes = 0;
+
+ private:
+  Arena* arena_;
+};
+
+}  // namespace attention_ops

@@ -1,0 +1,102 @@
+// Products of a few rows with many keys, whose rows are read once, in the type they are stored in. The few rows lie
+// next to each other, s[key][row], so that a vector holds lanes / R keys of R rows: R is a power of two up to the
+// lanes.
+#pragma once
+#include "kernels/cpu/gemm.h"
+#include "kernels/cpu/problem.h"
+
+namespace attention_ops {
+
+// Rows of a tensor, columns contiguous.
+template <class E>
+struct StoredRows {
+  const E* data;
+  Index stride;
+
+  const E* at(Index row, Index column) const { return data + row * stride + column; }
+  // From a place to the same place of the next tile, which the outer cache is asked for beside each vector that is
+  // read.
+  Index to_next_tile() const { return kTileKeys * stride; }
+};
+
+constexpr int kBlockKeys = std::bit_floor(unsigned(kRegisterRows * kRegisterVectors));
+
+// Keys widened for a product, a block of them: [width / lanes, kBlockKeys, lanes]. Rows are padded with zeros.
+template <class E>
+void pack_keys(Wide<E>* block, StoredRows<E> k, int keys, Index width) {
+  using T = Wide<E>;
+  constexpr int kStep = kBlockKeys * kLanes<T>;
+  const Index rest = width % kElements<E>;
+  const auto put = [](T* to, const E* from) {
+    Vec<T> x[kWidening<E>];
+    load_widened(x, from);
+    for (int w = 0; w < kWidening<E>; ++w) store(to + w * kStep, x[w]);
+  };
+  for (int key = 0; key < keys; ++key) {
+    const E *from = k.at(key, 0), *end = from + width - rest;
+    T* to = block + key * kLanes<T>;
+    for (; from < end; from += kElements<E>, to += kWidening<E> * kStep) {
+      prefetch(from + k.to_next_tile());
+      put(to, from);
+    }
+    if (rest == 0) continue;
+    E padded[kElements<E>]{};
+    std::copy_n(from, rest, padded);
+    put(to, padded);
+  }
+}
+
+// s[key][row] = q[row] k[key] for a block of keys. q: [width / lanes, R, R, lanes / R], the columns of each row in R
+// groups of lanes / R.
+template <int R, class T>
+void multiply_queries(T* s, const T* q, const T* block, Index vectors) {
+  constexpr int kStep = kLanes<T>, kGroup = kStep / R;
+  Vec<T> acc[kBlockKeys]{};
+  for (Index n = 0; n < vectors; ++n, block += kBlockKeys * kStep)
+    for (int group = 0; group < R; ++group, q += kStep) {
+      const Vec<T> rows = load(q);
+#pragma GCC unroll 16
+      for (int key = 0; key < kBlockKeys; ++key)
+        acc[key] = fma(repeat<T, kGroup>(block + key * kStep + group * kGroup), rows, acc[key]);
+    }
+#pragma GCC unroll 16
+  for (int key = 0; key < kBlockKeys; key += kGroup) store(s + key * R, add_groups<T, kGroup>(acc + key));
+}
+
+// o[row] = alpha[row] o[row] + sum over the keys of p[key][row] v[key] in N vectors' worth of columns.
+template <int R, int N, class E>
+inline __attribute__((always_inline)) void add_columns(Wide<E>* o, Index ldo, const Wide<E>* alpha, const Wide<E>* p,
+                                                       StoredRows<E> v, Index column, int keys) {
+  using T = Wide<E>;
+  constexpr int kParts = kWidening<E>;
+  Accumulators<T, R, N * kParts> acc;
+  each<T, R, N * kParts>(
+      acc, [&](Vec<T>& x, int r, int n) { x = splat(alpha[r]) * load(o + r * ldo + column + n * kLanes<T>); });
+  const E* from = v.at(0, column);
+  for (int k = 0; k < keys; ++k, from += v.stride) {
+    Vec<T> row[N][kParts];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+      prefetch(from + v.to_next_tile() + n * kElements<E>);
+      load_widened(row[n], from + n * kElements<E>);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Vec<T> weight = splat(p[k * R + r]);
+#pragma GCC unroll 16
+      for (int n = 0; n < N * kParts; ++n) acc[r][n] = fma(weight, row[n / kParts][n % kParts], acc[r][n]);
+    }
+  }
+  each<T, R, N * kParts>(acc, [&](Vec<T>& x, int r, int n) { store(o + r * ldo + column + n * kLanes<T>, x); });
+}
+
+// The same for `width` columns, a multiple of kElements.
+template <int R, class E>
+void add_values(Wide<E>* o, const Wide<E>* alpha, const Wide<E>* p, const StoredRows<E>& v, int keys, Index width) {
+  constexpr int kVectors = std::max(1, kTileRows<R> / kWidening<E>);
+  each_row_tile<kVectors>(width / kElements<E>, [&](auto vectors, Index n) {
+    add_columns<R, vectors>(o, width, alpha, p, v, n * kElements<E>, keys);
+  });
+}
+
+}  // namespace attention_ops
