@@ -1,27 +1,65 @@
 """The instruction sets that the CPU kernels are compiled for. The build and the loader both read this table."""
 
+import ctypes
+import functools
 import pathlib
 import platform
 import typing
+
+
+@functools.cache
+def _processor() -> dict[str, str]:
+    """What the operating system tells of the first processor, as /proc/cpuinfo names it."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return {}
+    lines = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
+@functools.cache
+def _may_use_tiles() -> bool:
+    """Asks the kernel to let this process, and what it forks, use the registers of the matrix unit."""
+    arch_prctl, request, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None, use_errno=True).syscall(arch_prctl, request, tile_data) == 0
+
+
+def _has_whole_pairs() -> bool:
+    """vdpbf16ps runs at the rate of a fused multiply-add, so twice the products, on AMD; elsewhere at half of it."""
+    return _processor().get("vendor_id") == "AuthenticAMD"
+
+
+def _always() -> bool:
+    return True
 
 
 class Isa(typing.NamedTuple):
     machines: frozenset[str]  # as platform.machine() names them; empty: those that have no row without needs
     flags: tuple[str, ...]  # for the compiler
     needs: frozenset[str]  # flags of the processor, as /proc/cpuinfo names them
+    allowed: typing.Callable[[], bool] = _always  # whether it runs here, beyond the flags
+    faster: typing.Callable[[], bool] = _always  # than the one before it, on this processor
 
 
 X86 = frozenset({"x86_64", "AMD64"})
 ARM = frozenset({"aarch64", "arm64"})
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mprefer-vector-width=512")
+NEEDS_AVX2 = frozenset({"avx2", "fma", "f16c"})
+NEEDS_AVX512 = NEEDS_AVX2 | {"avx512f", "avx512dq", "avx512vl", "avx512bw"}
 
 # From the one that runs everywhere to the best.
 ISAS = {
     "baseline": Isa(frozenset(), (), frozenset()),
-    "avx2": Isa(X86, AVX2, frozenset({"avx2", "fma", "f16c"})),
-    "avx512": Isa(
-        X86, AVX2 + AVX512, frozenset({"avx2", "fma", "f16c", "avx512f", "avx512dq", "avx512vl", "avx512bw"})
+    "avx2": Isa(X86, AVX2, NEEDS_AVX2),
+    "avx512": Isa(X86, AVX2 + AVX512, NEEDS_AVX512),
+    "avx512_bf16": Isa(X86, AVX2 + AVX512 + ("-mavx512bf16",), NEEDS_AVX512 | {"avx512_bf16"}, faster=_has_whole_pairs),
+    "amx": Isa(
+        X86,
+        AVX2 + AVX512 + ("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        NEEDS_AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+        allowed=_may_use_tiles,
     ),
     "neon": Isa(ARM, (), frozenset()),
 }
@@ -35,15 +73,15 @@ def buildable() -> list[str]:
 
 def processor_flags() -> frozenset[str]:
     """What this processor and its operating system offer."""
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), ":")
-    return frozenset(line.partition(":")[2].split())
+    return frozenset(_processor().get("flags", _processor().get("Features", "")).split())
 
 
 def runnable() -> list[str]:
-    """The instruction sets that run here, the best one last."""
+    """The instruction sets that run here, in the order of the table."""
     flags = processor_flags()
-    return [name for name in buildable() if ISAS[name].needs <= flags]
+    return [name for name in buildable() if ISAS[name].needs <= flags and ISAS[name].allowed()]
+
+
+def best(built: list[str]) -> str:
+    """Of those that were built, the one to take here."""
+    return [name for name in runnable() if name in built and ISAS[name].faster()][-1]

@@ -67,7 +67,7 @@ def _choose(built: list[str]) -> str:
         raise ImportError(
             f"attention_ops: expected ATTENTION_OPS_ISA one of {', '.join(runnable)} on this processor, got {forced}"
         )
-    return forced or runnable[-1]
+    return forced or _isas.best(built)
 
 
 def _minor(version: str) -> str:

@@ -18,6 +18,8 @@ def reason_to_skip(isa: str) -> str | None:
         return f"{isa} is for another kind of machine"
     if isa not in BUILT:
         return f"{isa} was not built: {BUILT}"
+    if not _isas.ISAS[isa].allowed():
+        return f"the kernel does not allow {isa}"
     if isa not in _isas.runnable():
         return f"this processor lacks {sorted(_isas.ISAS[isa].needs - _isas.processor_flags())}"
     if isa == attention_ops.isa():
@@ -58,7 +60,7 @@ def test_an_unknown_one_is_refused_in_one_sentence():
 
 def test_the_best_one_is_the_default():
     variables = {"ATTENTION_OPS_ISA": ""}
-    best = [isa for isa in _isas.runnable() if isa in BUILT][-1]
+    best = _isas.best(BUILT)
     assert run_alone("import attention_ops; print(attention_ops.isa())", **variables) == best
 
 
@@ -69,3 +71,19 @@ def test_every_kind_of_machine_has_one_that_always_runs(monkeypatch, machine, fi
     monkeypatch.setattr(_isas.platform, "machine", lambda: machine)
     assert _isas.buildable()[0] == first
     assert not _isas.ISAS[first].needs
+
+
+def test_without_the_matrix_unit_the_next_best_is_chosen(monkeypatch):
+    """The kernel may refuse its registers."""
+    monkeypatch.setitem(_isas.ISAS, "amx", _isas.ISAS["amx"]._replace(allowed=lambda: False))
+    assert "amx" not in _isas.runnable()
+    assert _isas.best(BUILT) != "amx"
+
+
+@pytest.mark.skipif("avx512_bf16" not in _isas.buildable(), reason="for another kind of machine")
+@pytest.mark.parametrize(("vendor", "best"), [("AuthenticAMD", "avx512_bf16"), ("GenuineIntel", "avx512")])
+def test_pairs_are_chosen_where_they_are_fast(vendor, best, monkeypatch):
+    flags = " ".join(_isas.ISAS["avx512_bf16"].needs)
+    monkeypatch.setattr(_isas, "_processor", lambda: {"vendor_id": vendor, "flags": flags})
+    assert "avx512_bf16" in _isas.runnable()
+    assert _isas.best(list(_isas.ISAS)) == best

@@ -136,8 +136,7 @@ def test_only_visible_tiles_are_visited(name, dtype):
     shape = cases.Shape(2, 2, 2, 600, 600, 4, 4)
     query = torch.randn(2, 2, 600, 4, dtype=dtype, requires_grad=True)
     mask = cases.MASKS[name](shape)
-    computed = max(4, query.element_size())  # half types are computed in float32
-    rows, columns = torch.ops.attention_ops._tile_shape(computed)
+    rows, columns = torch.ops.attention_ops._tile_shape(query.element_size())
     tiles = visible_tiles(dense_of(shape, mask), rows, columns)
     torch.ops.attention_ops._visited_tiles()
     out = attention_ops.attention(query, query, query, mask=mask)

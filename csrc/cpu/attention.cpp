@@ -25,12 +25,13 @@ Pair decode(const Attention& a) {
 Pair forward_cpu(const Attention& a) {
   if (is_decode(a.query.size(1), a.key.size(1), a.query.size(2)))
     return in_element_type(a.query, [&]<class E>() { return decode<E>(a); });
-  return in_compute_type(a.query, [&]<class T>() -> Pair {
-    const Loaded<T> loaded(a);
-    const Problem<T>& p = loaded.problem;
-    const Tensor out = empty_rows<T>(a.query, {p.batch, p.heads, p.queries, p.value_width});
+  return in_row_types(a, [&]<class T, class E>() -> Pair {
+    const Loaded<T, E, E> loaded(a);
+    const Problem<T, E>& p = loaded.problem;
+    const Tensor out = empty_rows<E>(a.query, {p.batch, p.heads, p.queries, p.value_width});
     const Tensor lse = empty_of<T>(a.query, {p.batch, p.heads, p.queries});
-    const AttentionForward<T> kernel(p, {result_view<T>(out), lse.mutable_data_ptr<T>()});
+    const AttentionForward<T, E> kernel(p, {result_view<E>(out), lse.mutable_data_ptr<T>()});
+    run_tasks(kernel.pack_tasks(), p.row_operations(), 0, [&](Index task, Arena&) { kernel.pack(task); });
     run_tasks(kernel.tasks(), p.pair_operations(), kernel.scratch_bytes(),
               [&](Index task, Arena& arena) { kernel.run(task, arena); });
     return {in_type(out, a.query.scalar_type()), lse};
@@ -38,19 +39,19 @@ Pair forward_cpu(const Attention& a) {
 }
 
 Five backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 5> needed) {
-  return in_compute_type(a.query, [&]<class T>() -> Five {
-    const Loaded<T> loaded(a);
-    Gradients<T> grads;
-    if (needed[0]) grads.query = empty_rows<T>(a.query, a.query.sizes());
-    if (needed[1]) grads.key = empty_rows<T>(a.key, a.key.sizes());
-    if (needed[2]) grads.value = empty_rows<T>(a.value, a.value.sizes());
+  return in_row_types(a, [&]<class T, class E>() -> Five {
+    const Loaded<T, E, E> loaded(a);
+    Gradients<T, E> grads;
+    if (needed[0]) grads.query = empty_rows<E>(a.query, a.query.sizes());
+    if (needed[1]) grads.key = empty_rows<E>(a.key, a.key.sizes());
+    if (needed[2]) grads.value = empty_rows<E>(a.value, a.value.sizes());
     if (needed[3] && a.bias) grads.bias = at::empty(a.bias->sizes(), a.bias->options());
     if (needed[4] && a.sinks) grads.sinks = empty_of<T>(a.query, a.sinks->sizes());
-    const Operand<T> out_rows(out), grad_rows(grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out));
+    const Operand<E> out_rows(out), grad_rows(grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out));
     const Vector<T> lse_rows(lse), grad_lse_rows(grad_lse);
-    const ValueGradient<T> source(loaded.problem.value_width);
-    run_backward<T>(loaded.problem, {out_rows.view(), grad_rows.view(), lse_rows.data(), grad_lse_rows.data()}, grads,
-                    source);
+    const ValueGradient<T, E> source(loaded.problem.value_width);
+    run_backward<T, E>(loaded.problem, {out_rows.view(), grad_rows.view(), lse_rows.data(), grad_lse_rows.data()},
+                       grads, source);
     return {finished(grads.query, a.query), finished(grads.key, a.key), finished(grads.value, a.value),
             finished(grads.bias, a.bias.value_or(a.query)), finished(grads.sinks, a.sinks.value_or(a.query))};
   });

@@ -32,7 +32,7 @@ Four gradients_through(const Loaded<T>& loaded, const Attention& a, In lse, std:
   if (needed[2] && a.bias) grads.bias = at::empty(a.bias->sizes(), a.bias->options());
   if (needed[3]) grads.lse = empty_of<T>(a.query, lse.sizes());
   const Vector<T> lse_rows(lse);
-  run_backward<T>(loaded.problem, {{}, {}, lse_rows.data(), nullptr}, grads, source);
+  run_backward<T, T>(loaded.problem, {{}, {}, lse_rows.data(), nullptr}, grads, source);
   return {finished(grads.query, a.query), finished(grads.key, a.key), finished(grads.bias, a.bias.value_or(a.query)),
           finished(grads.lse, lse)};
 }

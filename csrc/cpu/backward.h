@@ -9,12 +9,12 @@
 namespace attention_ops {
 
 // Gradients of one call; undefined where nobody asked.
-template <class T>
+template <class T, class E = T>
 struct Gradients {
   Tensor query, key, value, bias, sinks, lse;
 
-  BackwardResult<T> view() const {
-    BackwardResult<T> r{result_view<T>(query), result_view<T>(key), result_view<T>(value), result_view4(bias)};
+  BackwardResult<T, E> view() const {
+    BackwardResult<T, E> r{result_view<E>(query), result_view<E>(key), result_view<E>(value), result_view4(bias)};
     r.grad_sinks = sinks.defined() ? sinks.mutable_data_ptr<T>() : nullptr;
     r.negative_rows = lse.defined() ? lse.mutable_data_ptr<T>() : nullptr;
     return r;
@@ -26,11 +26,12 @@ struct Gradients {
   }
 };
 
-template <class T>
-void run_backward(const Problem<T>& problem, const BackwardInput<T>& input, Gradients<T>& gradients,
-                  const typename AttentionBackward<T>::Source& source) {
+template <class T, class E>
+void run_backward(const Problem<T, E>& problem, const BackwardInput<T, E>& input, Gradients<T, E>& gradients,
+                  const typename AttentionBackward<T, E>::Source& source) {
   if (problem.batch * problem.heads * problem.queries == 0) return gradients.clear();
-  const AttentionBackward<T> kernel(problem, input, gradients.view(), source);
+  const AttentionBackward<T, E> kernel(problem, input, gradients.view(), source);
+  run_tasks(kernel.pack_tasks(), problem.row_operations(), 0, [&](Index task, Arena&) { kernel.pack(task); });
   run_tasks(kernel.prepare_tasks(), problem.row_operations(), kernel.prepare_bytes(),
             [&](Index task, Arena& arena) { kernel.prepare(task, arena); });
   run_tasks(kernel.tasks(), 2.5 * problem.pair_operations(), kernel.scratch_bytes(),

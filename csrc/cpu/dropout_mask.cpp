@@ -27,12 +27,14 @@ TORCH_LIBRARY_IMPL(attention_ops, CPU, m) {
   m.impl("_dropout_mask", dropout_mask_cpu);
 }
 
-// Tiles visited by all kernels since the last call, and the tile of the forward kernels: queries, keys.
+// Tiles visited by all kernels since the last call, and the tile of the forward kernels: queries, keys. Elements of two
+// bytes are bfloat16.
 int64_t take_visited_tiles() {
   return visited_tiles.exchange(0);
 }
 std::vector<int64_t> tile_shape(int64_t itemsize) {
-  return {kRegisterVectors * kVectorBytes / itemsize, kTileKeys};
+  if (itemsize == 8) return {Panel<double>::kWidth, kTileKeys};
+  return {itemsize == 2 && kFastPairs ? Panel<float, BFloat16>::kWidth : Panel<float>::kWidth, kTileKeys};
 }
 
 TORCH_LIBRARY_IMPL(attention_ops, CompositeExplicitAutograd, m) {

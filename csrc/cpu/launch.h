@@ -1,10 +1,25 @@
 // From tensors to what kernels take: types, views, masks. A type that a processor cannot compute in well is widened.
 #pragma once
+#include <ATen/ops/zeros.h>
+
+#include "kernels/cpu/pairs.h"
 #include "kernels/cpu/problem.h"
 #include "ops/allocate.h"
 #include "ops/views.h"
 
 namespace attention_ops {
+
+constexpr Index kLeastPairs = 1024;  // queries times keys
+
+// Calls f<T, E>() with the types that sums and rows of attention have. Rows of bfloat16 stay as they are where that is
+// fast, but for small problems: padding to the units of products would be most of the work.
+template <class F>
+auto in_row_types(const Attention& a, F&& f) {
+  if constexpr (kFastPairs)
+    if (a.query.scalar_type() == at::kBFloat16 && a.query.size(2) * a.key.size(2) >= kLeastPairs)
+      return f.template operator()<float, BFloat16>();
+  return in_compute_type(a.query, [&]<class T>() { return f.template operator()<T, T>(); });
+}
 
 // As the layers above lay it out, in elements of T.
 template <class T>
@@ -19,6 +34,14 @@ class Operand {
   explicit Operand(const Tensor& x) : tensor_(in_type(x, kScalarType<T>)) {
     if (tensor_.size(3) > 1 && tensor_.stride(3) != 1) tensor_ = tensor_.contiguous();
   }
+  // Readable in whole units of rows and columns, with zeros past its own.
+  static Operand padded(const Tensor& x) {
+    const Index rows = round_up(x.size(2), kRowUnit<T>), columns = round_up(x.size(3), kDepthUnit<T>);
+    if (rows == x.size(2) && columns == x.size(3)) return Operand(x);
+    const Tensor whole = at::zeros({x.size(0), x.size(1), rows, columns}, x.options());
+    whole.narrow(2, 0, x.size(2)).narrow(3, 0, x.size(3)).copy_(x);
+    return Operand(whole);
+  }
   Matrices<const T> view() const {
     return {static_cast<const T*>(tensor_.const_data_ptr()), tensor_.stride(0), tensor_.stride(1), tensor_.stride(2)};
   }
@@ -30,20 +53,20 @@ class Operand {
 template <class T>
 Matrices<T> result_view(const Tensor& x) {
   if (!x.defined()) return {};
-  return {x.mutable_data_ptr<T>(), x.stride(0), x.stride(1), x.stride(2)};
+  return {static_cast<T*>(x.mutable_data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// The problem of one call, with the tensors that it points into. Keys and values are rows of E.
-template <class T, class E = T>
+// The problem of one call, with the tensors that it points into. Keys and values are rows of E, queries of Q.
+template <class T, class E = T, class Q = T>
 class Loaded {
  public:
   explicit Loaded(const Attention& a)
-      : query_(a.query), key_(a.key), value_(a.value), sinks_(a.sinks), seed_(a.seed), mask_(a) {
+      : query_(a.query), key_(rows_of(a.key)), value_(rows_of(a.value)), sinks_(a.sinks), seed_(a.seed), mask_(a) {
     problem.batch = a.query.size(0), problem.heads = a.query.size(1), problem.queries = a.query.size(2);
     problem.width = a.query.size(3), problem.key_heads = a.key.size(1), problem.keys = a.key.size(2);
     problem.value_width = a.value.size(3);
     problem.q = query_.view();
-    if constexpr (std::is_same_v<T, E>) problem.k = key(), problem.v = value();
+    if constexpr (std::is_same_v<Q, E>) problem.k = key(), problem.v = value();
     if (a.bias) problem.bias = read_view(*a.bias);
     problem.sinks = sinks_.data();
     problem.mask = mask_.view(problem.queries, problem.keys);
@@ -59,13 +82,16 @@ class Loaded {
     problem.mask = mask_.view(queries, problem.keys);
   }
 
+  // Padded where products of pairs read them.
+  static Operand<E> rows_of(const Tensor& x) { return kPaired<Q> ? Operand<E>::padded(x) : Operand<E>(x); }
+
   Matrices<const E> key() const { return key_.view(); }
   Matrices<const E> value() const { return value_.view(); }
 
-  Problem<T> problem;
+  Problem<T, Q> problem;
 
  private:
-  Operand<T> query_;
+  Operand<Q> query_;
   Operand<E> key_, value_;
   Vector<T> sinks_;
   Vector<int64_t> seed_, heads_{std::nullopt}, rows_{std::nullopt};

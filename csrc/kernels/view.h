@@ -18,6 +18,17 @@ struct Matrices {
   T* at(Index b, Index h) const { return data + b * batch_stride + h * head_stride; }
 };
 
+// Rows of a tensor, or of scratch memory, as one operand of a product: readable in the product's whole units.
+template <class T>
+struct PaddedRows {
+  const T* data;
+  Index stride;
+};
+
+inline Index round_up(Index x, Index unit) {
+  return (x + unit - 1) / unit * unit;
+}
+
 // How an element is stored where kernels read or write it without a copy (a bias and its gradient).
 enum class Element { float64, float32, bfloat16, float16 };
 

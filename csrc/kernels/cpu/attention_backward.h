@@ -6,25 +6,26 @@
 
 #include "kernels/cpu/backward_bias.h"
 #include "kernels/cpu/backward_plan.h"
+#include "kernels/cpu/key_columns.h"
 #include "kernels/cpu/weight_gradient.h"
 
 namespace attention_ops {
 
 // The rows' side of a backward pass. For attention: out, lse, grad_out and grad_lse. For weights: lse alone.
-template <class T>
+template <class T, class E = T>
 struct BackwardInput {
-  Matrices<const T> out, grad_out;  // [B, H, Lq, Dv]
+  Matrices<const E> out, grad_out;  // [B, H, Lq, Dv]
   const T *lse = nullptr, *grad_lse = nullptr;
 };
 
-template <class T>
+template <class T, class E = T>
 class AttentionBackward {
  public:
-  using Panels = Panel<T>;
+  using Panels = Panel<T, E>;
   static constexpr int kWidth = Panels::kWidth, kStep = kLanes<T>;
-  using Source = WeightGradient<T>;
+  using Source = WeightGradient<T, E>;
 
-  AttentionBackward(const Problem<T>& problem, const BackwardInput<T>& input, const BackwardResult<T>& result,
+  AttentionBackward(const Problem<T, E>& problem, const BackwardInput<T, E>& input, const BackwardResult<T, E>& result,
                     const Source& source)
       : p_(problem),
         in_(input),
@@ -32,12 +33,16 @@ class AttentionBackward {
         source_(source),
         plan_(problem, result, Panels::number(problem.queries)),
         bias_(problem, result, plan_),
+        columns_(problem.k, problem.batch, problem.key_heads, problem.keys, problem.width),
         memory_(shared_bytes()) {
     Pieces pieces(&memory_);
     shared_.take(pieces, p_, result_, plan_, source_.has_values());
     if (shared_.bias_sums) bias_.use_sums(shared_.bias_sums);
   }
 
+  // Come first, in any order.
+  Index pack_tasks() const { return columns_.tasks(); }
+  void pack(Index task) const { columns_.pack(task); }
   Index prepare_tasks() const { return p_.batch * p_.heads * plan_.panels; }
   size_t prepare_bytes() const {
     ScoreTile<T> tile;
@@ -60,6 +65,8 @@ class AttentionBackward {
  private:
   struct Scratch {
     T *dp = nullptr, *log2_p = nullptr, *dk = nullptr, *dv = nullptr, *bias = nullptr;
+    E* rounded = nullptr;  // p or ds as an operand of products of pairs
+    Index visited = 0;
     LaneInt<T>* keep = nullptr;
     ScoreTile<T> tile;
   };
@@ -82,6 +89,7 @@ class AttentionBackward {
     const Index size = Index(kTileKeys) * kWidth;
     w.tile.take(pieces, p_, kWidth, /*backward=*/true);
     pieces(w.dp, size);
+    if (kPaired<E>) pieces(w.rounded, size);
     if (source_.needs_log()) pieces(w.log2_p, size);
     if (p_.dropout.on()) pieces(w.keep, size);
     if (result_.grad_key.data) pieces(w.dk, blocks_at_a_time() * kTileKeys * padded(p_.width));
@@ -89,7 +97,7 @@ class AttentionBackward {
     pieces(w.bias, bias_.scratch_size());
   }
   size_t shared_bytes() const {
-    BackwardShared<T, kWidth> shared;
+    BackwardShared<T, E, kWidth> shared;
     Pieces count;
     shared.take(count, p_, result_, plan_, source_.has_values());
     return count.bytes;
@@ -99,39 +107,49 @@ class AttentionBackward {
   Index key_tasks() const { return p_.batch * p_.key_heads * plan_.key_blocks; }
   Index head(Index b, Index h) const { return b * p_.heads + h; }
   Index row_of(Index b, Index h, Index panel) const { return (head(b, h) * plan_.panels + panel) * kWidth; }
-  T* dq_panel(Index group, Index row) const { return shared_.dq_t + (group * all_rows() + row) * p_.width; }
+  Index dq_width() const { return round_up(p_.width, kRowUnit<E>); }
+  T* dq_panel(Index group, Index row) const { return shared_.dq_t + (group * all_rows() + row) * dq_width(); }
+  E* q_panel(Index row) const { return shared_.q_t + row * round_up(p_.width, kDepthUnit<E>); }
+  E* do_panel(Index row) const { return shared_.do_t + row * round_up(p_.value_width, kDepthUnit<E>); }
   T* row_sums(Index group, Index row) const { return shared_.row_sums + group * all_rows() + row; }
   Index all_rows() const { return p_.batch * p_.heads * plan_.panels * kWidth; }
 
-  void pad_rows(T* to, const T* from, Index stride, int rows, Index width) const;
-  PaddedRows<T> rows_of(const T* padded_rows, const Matrices<const T>& natural, Index b, Index h, Index panel,
+  void pad_rows(E* to, const E* from, Index stride, int rows, Index width) const;
+  PaddedRows<E> rows_of(const E* padded_rows, const Matrices<const E>& natural, Index b, Index h, Index panel,
                         Index width) const;
   void clear_rows(const Work& work) const;
   void run_blocks(Work& work, Scratch& w) const;
   void run_head(const Work& work, Scratch& w, Index b, Index h) const;
-  void run_tile(const Work& work, const Block& block, Scratch& w, const Site<T>& site, const Panels& panel,
+  void run_tile(const Work& work, const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel,
                 Index number) const;
-  void add_tile(const Work& work, const Block& block, const Scratch& w, const Site<T>& site, const Panels& panel,
+  void add_tile(const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site, const Panels& panel,
                 Index number) const;
-  void compute_weights(const Block& block, Scratch& w, const Site<T>& site, const Panels& panel, Index row) const;
+  void compute_weights(const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel, Index row) const;
   void score_gradient(const Scratch& w, Index row, int rows) const;
+  void add_visible(const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site, const Panels& panel,
+                   Index row) const;
   template <int NV>
-  void add_to_keys(T* out, const T* a, const PaddedRows<T>& b, Index width, const Span& span, int rows,
-                   const LaneInt<T>* visible) const;
+  void add_to_keys(T* out, const Scratch& w, const T* a, const PaddedRows<E>& b, Index width, const Span& span,
+                   int rows) const;
   template <int NV>
-  void add_to_queries(T* dq, const T* k, const T* ds, const Span& span, const LaneInt<T>* visible) const;
+  void add_to_queries(T* dq, const Scratch& w, const Site<T, E>& site, Index key, const Span& span) const;
+  void add_visible_to_keys(T* out, const T* a, const PaddedRows<E>& b, Index width, const Span& span, int rows,
+                           const LaneInt<T>* visible) const;
+  void add_visible_to_queries(T* dq, const PaddedRows<E>& k, const T* ds, const Span& span,
+                              const LaneInt<T>* visible) const;
   void store_keys(const Work& work, const Block& block, Index b, Index hk) const;
   void finish_panel(Index task) const;
   void finish_keys(Index task) const;
   void finish_sinks() const;
 
-  const Problem<T>& p_;
-  BackwardInput<T> in_;
-  BackwardResult<T> result_;
+  const Problem<T, E>& p_;
+  BackwardInput<T, E> in_;
+  BackwardResult<T, E> result_;
   const Source& source_;
   BackwardPlan plan_;
   BackwardBias<T, kWidth> bias_;
-  BackwardShared<T, kWidth> shared_;
+  BackwardShared<T, E, kWidth> shared_;
+  KeyColumns<E> columns_;
   Arena memory_;
 };
 

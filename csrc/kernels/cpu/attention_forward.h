@@ -5,20 +5,29 @@
 #pragma once
 #include <cmath>
 
+#include "kernels/cpu/key_columns.h"
 #include "kernels/cpu/score.h"
 
 namespace attention_ops {
 
-template <class T>
+template <class T, class E = T>
 struct ForwardResult {
-  Matrices<T> out;  // [B, H, Lq, Dv]
+  Matrices<E> out;  // [B, H, Lq, Dv]
   T* lse;           // [B, H, Lq]
 };
 
-template <class T>
+// Sums in T of products of rows of E.
+template <class T, class E = T>
 class AttentionForward {
  public:
-  AttentionForward(const Problem<T>& problem, const ForwardResult<T>& result) : p_(problem), result_(result) {}
+  AttentionForward(const Problem<T, E>& problem, const ForwardResult<T, E>& result)
+      : p_(problem),
+        result_(result),
+        values_(problem.v, problem.batch, problem.key_heads, problem.keys, problem.value_width) {}
+
+  // Come first, in any order.
+  Index pack_tasks() const { return values_.tasks(); }
+  void pack(Index task) const { values_.pack(task); }
 
   Index tasks() const { return p_.batch * p_.heads * Panels::number(p_.queries); }
   size_t scratch_bytes() const {
@@ -30,11 +39,12 @@ class AttentionForward {
 
   // A task is one panel of one head, the last panels first: under a causal mask they are the longest.
   void run(Index task, Arena& arena) const {
+    [[maybe_unused]] const ProductUnit<E> unit;
     Scratch scratch;
     Pieces pieces(&arena);
     scratch.take(pieces, p_);
     const Index panels = Panels::number(p_.queries), bh = task / panels;
-    const Site<T> site(p_, bh / p_.heads, bh % p_.heads);
+    const Site<T, E> site(p_, bh / p_.heads, bh % p_.heads);
     Panels panel(p_, panels - 1 - task % panels);
     start(scratch, site, panel);
     for (Index key = 0; key < p_.keys; key += kTileKeys) step(scratch, site, panel, key);
@@ -42,61 +52,78 @@ class AttentionForward {
   }
 
  private:
-  using Panels = Panel<T>;
+  using Panels = Panel<T, E>;
   static constexpr int kWidth = Panels::kWidth;
 
+  static constexpr T kMost = 1 << 24;  // more than this in a sum, and m moves
+
   struct Scratch {
-    T *q_t = nullptr, *o_t = nullptr, *m = nullptr, *l = nullptr;
+    E *q_t = nullptr, *rounded = nullptr;  // rounded: p as an operand of products of pairs
+    T *o_t = nullptr, *m = nullptr, *l = nullptr;
+    Index visited = 0;
     bool has_maximum = false;
     LaneInt<T>*moves = nullptr, *keep = nullptr;
     ScoreTile<T> tile;
 
-    void take(Pieces& pieces, const Problem<T>& p) {
-      pieces(q_t, p.width * kWidth);
-      pieces(o_t, p.value_width * kWidth);
+    void take(Pieces& pieces, const Problem<T, E>& p) {
+      pieces(q_t, round_up(p.width, kDepthUnit<E>) * kWidth);
+      if (kPaired<E>) pieces(rounded, kTileKeys * kWidth);
+      pieces(o_t, round_up(p.value_width, kRowUnit<E>) * kWidth);
       pieces(m, kWidth), pieces(l, kWidth), pieces(moves, kWidth);
       if (p.dropout.on()) pieces(keep, Index(kTileKeys) * kWidth);
       tile.take(pieces, p, kWidth, /*backward=*/false);
     }
   };
 
-  void start(Scratch& w, const Site<T>& site, Panels& panel) const {
-    rows_to_lanes(w.q_t, kWidth, site.q + panel.first * p_.q.row_stride, p_.q.row_stride, panel.count, p_.width,
+  void start(Scratch& w, const Site<T, E>& site, Panels& panel) const {
+    rows_to_panel(w.q_t, kWidth, site.q + panel.first * p_.q.row_stride, p_.q.row_stride, panel.count, p_.width,
                   p_.query_factor());
     panel.q_t = w.q_t;
-    std::fill_n(w.o_t, p_.value_width * kWidth, T(0));
+    std::fill_n(w.o_t, round_up(p_.value_width, kRowUnit<E>) * kWidth, T(0));
     const T sink = site.sink();
     std::fill_n(w.m, kWidth, sink);
     std::fill_n(w.l, kWidth, T(sink != -kInfinity<T>));
   }
 
-  void step(Scratch& w, const Site<T>& site, const Panels& panel, Index key) const {
+  void step(Scratch& w, const Site<T, E>& site, const Panels& panel, Index key) const {
     const int keys = int(std::min<Index>(kTileKeys, p_.keys - key));
     find_cover(w.tile, site, panel, key, keys);
     if (w.tile.cover == Cover::none) return;
-    visited_tiles.fetch_add(1, std::memory_order_relaxed);
+    ++w.visited;
     if (p_.dropout.on()) fill_kept(w.keep, site, panel, key, keys);
-    const bool clean =
-        w.tile.cover == Cover::all || all_finite(site.v + key * p_.v.row_stride, p_.v.row_stride, keys, p_.value_width);
+    const bool clean = is_clean(w, site, key, keys);
     each_span(w.tile, [&](auto vectors, const Span& span) {
       const SpanOf<vectors> part(w, span);
-      if (outgrows<vectors>(w, site, panel, key, span)) {
+      bool rounded = false;
+      if constexpr (kPaired<E>) rounded = clean && weigh_pairs<vectors>(w, site, key, span);
+      if (!rounded && outgrows<vectors>(w, site, panel, key, span)) {
         span_scores<T, vectors>(w.tile, site, panel, key, span);
         part.move_maximum(p_.value_width);
         w.has_maximum = true;
       }
       if (p_.dropout.on()) part.drop();
-      const T* rows = site.v + (key + span.key) * p_.v.row_stride;
-      clean ? part.add_values(rows, p_.v.row_stride, p_.value_width)
-            : part.add_visible_values(rows, p_.v.row_stride, p_.value_width);
+      const E* rows = site.v + (key + span.key) * p_.v.row_stride;
+      if (!clean) part.add_visible_values(rows, p_.v.row_stride, p_.value_width);
+      if constexpr (kPaired<E>)
+        part.add_columns(values_.at(site.b, site.h / p_.group(), key), w.rounded, rounded, p_.value_width, span);
+      else if (clean)
+        part.add_values(rows, p_.v.row_stride, p_.value_width);
     });
+  }
+
+  // Whether products may take the tile's values as they are.
+  bool is_clean(const Scratch& w, const Site<T, E>& site, Index key, int keys) const {
+    if constexpr (kPaired<E>)
+      return values_.finite(site.b, site.h / p_.group(), key);
+    else
+      return w.tile.cover == Cover::all ||
+             all_finite<T>(site.v + key * p_.v.row_stride, p_.v.row_stride, keys, p_.value_width);
   }
 
   // s := p = 2^(s - m), l += sum p. Or true, and l as it was, where the m of some row must move: of those whose sum is
   // far above 1, in `moves`. What a row does depends on its own scores alone.
   template <int NV>
-  bool outgrows(const Scratch& w, const Site<T>& site, const Panels& panel, Index key, const Span& span) const {
-    constexpr T kMost = 1 << 24;
+  bool outgrows(const Scratch& w, const Site<T, E>& site, const Panels& panel, Index key, const Span& span) const {
     const Index lane = span.vector * kLanes<T>;
     if (!w.has_maximum) return std::fill_n(w.moves + lane, NV * kLanes<T>, LaneInt<T>(-1)), true;
     const T* m = w.m + lane;
@@ -116,6 +143,40 @@ class AttentionForward {
       store(l, load(l) + sum[v]);
     }
     return false;
+  }
+
+  // The same in one pass for whole tiles of plain scores, with p rounded on the way for add_columns; true if done.
+  template <int NV>
+  bool weigh_pairs(const Scratch& w, const Site<T, E>& site, Index key, const Span& span) const {
+    constexpr int kStep = kLanes<T>;
+    if (!w.has_maximum || w.tile.cover != Cover::all || span.keys != kTileKeys) return false;
+    if (p_.bias.defined() || p_.softcap > 0 || p_.dropout.on()) return false;
+    constexpr int kBlock = 32;  // keys whose scores are still in the first cache when they are weighed
+    const int lane = span.vector * kStep;
+    const Vec<T> factor = splat(p_.query_factor());
+    Vec<T> m[NV], sum[NV]{};
+    for (int v = 0; v < NV; ++v) m[v] = load(w.m + lane + v * kStep);
+    for (int block = 0; block < kTileKeys; block += kBlock) {
+      const T* s = w.tile.s + lane;
+      E* rounded = w.rounded + block * kWidth + 2 * lane;
+      multiply_pairs<false>(w.tile.s + lane, kWidth, {site.k + (key + block) * p_.k.row_stride, p_.k.row_stride},
+                            {w.q_t + 2 * lane, 2 * kWidth}, kBlock, NV, p_.width);
+      for (int n = 0; n < kBlock * kWidth; n += 2 * kWidth)
+        for (int v = 0; v < NV * kStep; v += kStep) {
+          const Vec<T> first = exp2<T>(load(s + n + v) * factor - m[v / kStep]);
+          const Vec<T> second = exp2<T>(load(s + n + kWidth + v) * factor - m[v / kStep]);
+          store_pairs(rounded + n + 2 * v, round_pairs(first, second));
+          sum[v / kStep] += first + second;
+        }
+    }
+    Ints<T> outgrown{};
+    for (int v = 0; v < NV; ++v) outgrown |= ~(sum[v] <= splat(kMost));
+    if (any(outgrown)) return false;
+    for (int v = 0; v < NV; ++v) {
+      T* l = w.l + lane + v * kStep;
+      store(l, load(l) + sum[v]);
+    }
+    return true;
   }
 
   // The softmax's step over one span, the span's place in every buffer.
@@ -178,24 +239,34 @@ class AttentionForward {
       });
     }
 
-    // The same, to the bit, without touching the values that a lane does not see.
-    void add_visible_values(const T* v, Index stride, Index width) const {
+    // The same for pairs; `v` is the tile's columns, and p may be rounded already.
+    void add_columns(const PaddedRows<E>& v, E* rounded, bool is_rounded, Index width, const Span& span) const {
+      const int lane = span.vector * kLanes<T>, first = span.key / kPairDepth * kPairDepth;
+      rounded += 2 * lane;
+      if (!is_rounded) round_across(rounded, s - span.key * kWidth, kWidth, span.key, span.key + keys, NV);
+      multiply_pairs<true>(o_t, kWidth, {v.data + first, v.stride}, {rounded + first * kWidth, 2 * kWidth}, width, NV,
+                           span.key + keys - first);
+    }
+
+    // The same, to the bit, without touching the values that a lane does not see; of pairs only what products lack.
+    void add_visible_values(const E* v, Index stride, Index width) const {
       for (Index d = 0; d < width; ++d)
         for (int n = 0; n < NV * kLanes<T>; n += kLanes<T>) {
           Vec<T> acc = load(o_t + d * kWidth + n);
           for (int k = 0; k < keys; ++k) {
-            const Vec<T> sum = fma(splat(v[k * stride + d]), load(s + k * kWidth + n), acc);
-            acc = load_lanes<T>(visible + k * kWidth + n) ? sum : acc;
+            const Vec<T> x = left_out<T, E>(splat(T(v[k * stride + d]))), sum = fma(x, load(s + k * kWidth + n), acc);
+            acc = (visible ? load_lanes<T>(visible + k * kWidth + n) : ~Ints<T>{}) ? sum : acc;
           }
           store(o_t + d * kWidth + n, acc);
         }
     }
   };
 
-  void finish(const Scratch& w, const Site<T>& site, const Panels& panel) const {
+  void finish(const Scratch& w, const Site<T, E>& site, const Panels& panel) const {
     T* lse = result_.lse + (site.b * p_.heads + site.h) * p_.queries + panel.first;
-    T* out = result_.out.at(site.b, site.h) + panel.first * result_.out.row_stride;
+    E* out = result_.out.at(site.b, site.h) + panel.first * result_.out.row_stride;
     const T kept = T(p_.dropout.scale());
+    visited_tiles.fetch_add(w.visited, std::memory_order_relaxed);
     for (int q = 0; q < kWidth; q += kLanes<T>) {
       const Vec<T> m = load(w.m + q), l = load(w.l + q);
       const Ints<T> empty = l == Vec<T>{};
@@ -206,8 +277,9 @@ class AttentionForward {
     lanes_to_rows(out, result_.out.row_stride, w.o_t, kWidth, w.l, panel.count, p_.value_width);
   }
 
-  const Problem<T>& p_;
-  ForwardResult<T> result_;
+  const Problem<T, E>& p_;
+  ForwardResult<T, E> result_;
+  KeyColumns<E> values_;
 };
 
 }  // namespace attention_ops

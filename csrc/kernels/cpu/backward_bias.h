@@ -9,7 +9,8 @@ namespace attention_ops {
 template <class T, int Width>
 class BackwardBias {
  public:
-  BackwardBias(const Problem<T>& p, const BackwardResult<T>& r, const BackwardPlan& plan)
+  template <class E>
+  BackwardBias(const Problem<T, E>& p, const BackwardResult<T, E>& r, const BackwardPlan& plan)
       : grad_(r.grad_bias), plan_(plan), group_(p.group()), queries_(p.queries) {}
 
   bool on() const { return grad_.defined(); }

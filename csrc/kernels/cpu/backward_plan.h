@@ -8,9 +8,9 @@
 namespace attention_ops {
 
 // What a backward pass writes; a null pointer is a gradient nobody asked for.
-template <class T>
+template <class T, class E = T>
 struct BackwardResult {
-  Matrices<T> grad_query, grad_key, grad_value;
+  Matrices<E> grad_query, grad_key, grad_value;
   Tensor4 grad_bias;
   T* grad_sinks = nullptr;     // [H]
   T* negative_rows = nullptr;  // [B, H, Lq]: minus the sum of ds over keys
@@ -24,8 +24,8 @@ struct BackwardPlan {
   Index batches, key_heads;  // owners along each axis
   Index key_blocks, panels, key_groups, query_groups;
 
-  template <class T>
-  BackwardPlan(const Problem<T>& p, const BackwardResult<T>& result, Index panels)
+  template <class T, class E>
+  BackwardPlan(const Problem<T, E>& p, const BackwardResult<T, E>& result, Index panels)
       : batches(shares(result, 0) ? 1 : p.batch),
         key_heads(shares(result, 1) ? 1 : p.key_heads),
         key_blocks((p.keys + kTileKeys - 1) / kTileKeys),
@@ -37,13 +37,13 @@ struct BackwardPlan {
   Index owners() const { return batches * key_heads; }
 
   // The batches, and the key heads, of one owner.
-  template <class T>
-  std::pair<Index, Index> batches_of(Index owner, const Problem<T>& p) const {
+  template <class T, class E>
+  std::pair<Index, Index> batches_of(Index owner, const Problem<T, E>& p) const {
     const Index first = owner / key_heads;
     return batches < p.batch ? std::pair<Index, Index>(0, p.batch) : std::pair<Index, Index>(first, first + 1);
   }
-  template <class T>
-  std::pair<Index, Index> key_heads_of(Index owner, const Problem<T>& p) const {
+  template <class T, class E>
+  std::pair<Index, Index> key_heads_of(Index owner, const Problem<T, E>& p) const {
     const Index first = owner % key_heads;
     return key_heads < p.key_heads ? std::pair<Index, Index>(0, p.key_heads)
                                    : std::pair<Index, Index>(first, first + 1);
@@ -57,8 +57,8 @@ struct BackwardPlan {
   Index first_panel(Index query_group) const { return panels * query_group / query_groups; }
 
  private:
-  template <class T>
-  static bool shares(const BackwardResult<T>& result, int axis) {
+  template <class T, class E>
+  static bool shares(const BackwardResult<T, E>& result, int axis) {
     return result.grad_bias.defined() && result.grad_bias.sizes[axis] == 1;
   }
   static Index groups(Index wanted, Index present, Index most) {
@@ -66,52 +66,42 @@ struct BackwardPlan {
   }
 };
 
-inline Index round_up(Index x, Index unit) {
-  return (x + unit - 1) / unit * unit;
-}
-
-// Rows of a tensor as one operand of a product: readable in whole vectors.
-template <class T>
-struct PaddedRows {
-  const T* data;
-  Index stride;
-};
-
 // Written by the first pass, read by the second; partial sums written by the second, read by the third.
-template <class T, int Width>
+template <class T, class E, int Width>
 struct BackwardShared {
-  T *q_t = nullptr, *do_t = nullptr;        // [B, H, panels, width, Width]
-  T *q_rows = nullptr, *do_rows = nullptr;  // [B, H, panels * Width, padded width], where rows are not whole vectors
-  RowNorm<T> norm;                          // [B, H, panels * Width]
-  T* delta = nullptr;                       // [B, H, panels * Width]
-  bool* finite = nullptr;                   // [B, H, panels]: no NaN or infinity in the rows of query and grad_out
-  T* sink_sums = nullptr;                   // [B, H, panels]
-  T* dq_t = nullptr;                        // [key groups, B, H, panels, width, Width]
-  T *dk = nullptr, *dv = nullptr;           // [query groups, B, Hkv, Lk, padded width], where there are several
-  T* row_sums = nullptr;                    // [key groups, B, H, panels * Width]
-  T* bias_sums = nullptr;  // [key groups, query groups, grad_bias], where it broadcasts over rows or columns
+  E *q_t = nullptr, *do_t = nullptr;  // [B, H, panels, width, Width]: panels for rows_to_panel
+  // [B, H, panels * Width, padded width], where rows are not whole vectors; of bfloat16 always, as pairs of rows
+  E *q_rows = nullptr, *do_rows = nullptr;
+  RowNorm<T> norm;                 // [B, H, panels * Width]
+  T* delta = nullptr;              // [B, H, panels * Width]
+  bool* finite = nullptr;          // [B, H, panels]: no NaN or infinity in the rows of query and grad_out
+  T* sink_sums = nullptr;          // [B, H, panels]
+  T* dq_t = nullptr;               // [key groups, B, H, panels, width, Width]
+  T *dk = nullptr, *dv = nullptr;  // [query groups, B, Hkv, Lk, padded width], where there are several
+  T* row_sums = nullptr;           // [key groups, B, H, panels * Width]
+  T* bias_sums = nullptr;          // [key groups, query groups, grad_bias], where it broadcasts over rows or columns
 
-  void take(Pieces& pieces, const Problem<T>& p, const BackwardResult<T>& r, const BackwardPlan& plan,
+  void take(Pieces& pieces, const Problem<T, E>& p, const BackwardResult<T, E>& r, const BackwardPlan& plan,
             bool has_values) {
     const Index heads = p.batch * p.heads, rows = heads * plan.panels * Width, lanes = kLanes<T>;
     const Index key_rows = plan.query_groups * p.batch * p.key_heads * p.keys;
-    pieces(q_t, rows * p.width);
-    if (p.width % lanes) pieces(q_rows, rows * round_up(p.width, lanes));
-    if (has_values) pieces(do_t, rows * p.value_width);
-    if (has_values && p.value_width % lanes) pieces(do_rows, rows * round_up(p.value_width, lanes));
+    pieces(q_t, rows * round_up(p.width, kDepthUnit<E>));
+    if (kPaired<E> || p.width % lanes) pieces(q_rows, rows * round_up(p.width, lanes));
+    if (has_values) pieces(do_t, rows * round_up(p.value_width, kDepthUnit<E>));
+    if (has_values && (kPaired<E> || p.value_width % lanes)) pieces(do_rows, rows * round_up(p.value_width, lanes));
     pieces(norm.base, rows), pieces(norm.log2_l, rows), pieces(delta, rows), pieces(finite, heads * plan.panels);
     if (r.grad_sinks) pieces(sink_sums, heads * plan.panels);
-    if (r.grad_query.data) pieces(dq_t, plan.key_groups * rows * p.width);
+    if (r.grad_query.data) pieces(dq_t, plan.key_groups * rows * round_up(p.width, kRowUnit<E>));
     if (plan.query_groups > 1 && r.grad_key.data) pieces(dk, key_rows * round_up(p.width, lanes));
     if (plan.query_groups > 1 && r.grad_value.data) pieces(dv, key_rows * round_up(p.value_width, lanes));
     if (r.negative_rows) pieces(row_sums, plan.key_groups * rows);
     if (bias_broadcasts(r)) pieces(bias_sums, plan.key_groups * plan.query_groups * bias_size(r));
   }
 
-  static bool bias_broadcasts(const BackwardResult<T>& r) {
+  static bool bias_broadcasts(const BackwardResult<T, E>& r) {
     return r.grad_bias.defined() && (r.grad_bias.sizes[2] == 1 || r.grad_bias.sizes[3] == 1);
   }
-  static Index bias_size(const BackwardResult<T>& r) {
+  static Index bias_size(const BackwardResult<T, E>& r) {
     const Index* n = r.grad_bias.sizes;
     return n[0] * n[1] * n[2] * n[3];
   }

@@ -6,6 +6,7 @@
 
 #include "kernels/cpu/arena.h"
 #include "kernels/cpu/elementary.h"
+#include "kernels/cpu/pairs.h"
 #include "kernels/mask/mask.h"
 #include "kernels/philox.h"
 #include "kernels/view.h"
@@ -14,11 +15,12 @@ namespace attention_ops {
 
 constexpr int kTileKeys = 64;  // keys of a tile, in every kernel
 
-// s = softcap(scale q k') + bias where the mask allows; rows and columns are elements of type T, columns contiguous.
-template <class T>
+// s = softcap(scale q k') + bias where the mask allows, computed in T. Rows are elements of type E next to each other;
+// k and v are readable in whole units of rows and columns (pairs.h), and what is past their columns is zero.
+template <class T, class E = T>
 struct Problem {
   Index batch = 0, heads = 0, key_heads = 0, queries = 0, keys = 0, width = 0, value_width = 0;
-  Matrices<const T> q, k, v;
+  Matrices<const E> q, k, v;
   Tensor4 bias;
   const T* sinks = nullptr;  // [H]
   MaskProblem mask;
@@ -29,22 +31,22 @@ struct Problem {
   Index group() const { return heads / key_heads; }
   double row_operations() const { return 8.0 * batch * heads * queries * (width + value_width); }
   double pair_operations() const { return 2.0 * batch * heads * queries * keys * (width + value_width + 8); }
-  // q is stored multiplied by this: products are then in log2 units, or in units of the softcap.
+  // Turns products into log2 units, or into units of the softcap.
   T query_factor() const { return softcap > 0 ? scale / softcap : scale * kLog2e<T>; }
 };
 
 inline std::atomic<int64_t> visited_tiles{0};
 
 // One batch and query head.
-template <class T>
+template <class T, class E = T>
 struct Site {
-  const Problem<T>& of;
+  const Problem<T, E>& of;
   Index b, h;
-  const T *q, *k, *v;
+  const E *q, *k, *v;
   Mask mask;
   DropoutStream dropout;
 
-  Site(const Problem<T>& p, Index b, Index h)
+  Site(const Problem<T, E>& p, Index b, Index h)
       : of(p),
         b(b),
         h(h),
@@ -62,17 +64,16 @@ struct Site {
   }
 };
 
-// Up to `kWidth` queries, one in each lane of the vectors of a register tile; lanes past `count` repeat the last row's
-// number.
-template <class T>
+// Up to `kWidth` queries, one in each lane; lanes past `count` repeat the last row's number.
+template <class T, class E = T>
 struct Panel {
-  static constexpr int kWidth = kRegisterVectors * kLanes<T>;
+  static constexpr int kVectors = kPaired<E> ? kPairVectors : kRegisterVectors, kWidth = kVectors * kLanes<T>;
   Index first;
   int count;
   int32_t rows[kWidth], low, high;
-  const T* q_t = nullptr;  // [width, kWidth], multiplied by query_factor()
+  const E* q_t = nullptr;  // [width, kWidth], multiplied by query_factor(); of bfloat16 the pair panel as it is
 
-  Panel(const Problem<T>& p, Index number)
+  Panel(const Problem<T, E>& p, Index number)
       : first(number * kWidth), count(int(std::min<Index>(kWidth, p.queries - first))) {
     for (int lane = 0; lane < kWidth; ++lane) {
       const Index row = first + std::min(lane, count - 1);

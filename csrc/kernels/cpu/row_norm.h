@@ -18,23 +18,24 @@ bool is_coarse(T lse) {
 }
 
 // m = max s and l = sum 2^(s - m) over the keys of a panel, the sink included.
-template <class T>
-void count_rows(const RowNorm<T>& norm, ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& panel) {
-  const Problem<T>& p = site.of;
-  Vec<T> m[kRegisterVectors], l[kRegisterVectors];
+template <class T, class E>
+void count_rows(const RowNorm<T>& norm, ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel) {
+  const Problem<T, E>& p = site.of;
+  constexpr int kVectors = Panel<T, E>::kVectors;
+  Vec<T> m[kVectors], l[kVectors];
   const T sink = site.sink();
-  for (int v = 0; v < kRegisterVectors; ++v) m[v] = splat(sink), l[v] = splat(T(sink != -kInfinity<T>));
+  for (int v = 0; v < kVectors; ++v) m[v] = splat(sink), l[v] = splat(T(sink != -kInfinity<T>));
   for (Index key = 0; key < p.keys; key += kTileKeys) {
     const int keys = int(std::min<Index>(kTileKeys, p.keys - key));
     if (compute_scores(tile, site, panel, key, keys) == Cover::none) continue;
-    each_vector<T, Panel<T>::kWidth>(tile, [&](Index n, int lane) {
+    each_vector<T, Panel<T, E>::kWidth>(tile, [&](Index n, int lane) {
       const int v = lane / kLanes<T>;
       const Vec<T> s = load(tile.s + n), top = max(s, m[v]), base = top == splat(-kInfinity<T>) ? Vec<T>{} : top;
       l[v] = fma(l[v], rescale<T>(m[v], base), exp2<T>(s - base));
       m[v] = top;
     });
   }
-  for (int lane = 0; lane < Panel<T>::kWidth; ++lane) {
+  for (int lane = 0; lane < Panel<T, E>::kWidth; ++lane) {
     const T top = m[lane / kLanes<T>][lane % kLanes<T>], sum = l[lane / kLanes<T>][lane % kLanes<T>];
     norm.base[lane] = top == -kInfinity<T> ? 0 : top;
     norm.log2_l[lane] = sum == 0 ? 0 : std::log2(sum);
@@ -42,11 +43,11 @@ void count_rows(const RowNorm<T>& norm, ScoreTile<T>& tile, const Site<T>& site,
 }
 
 // `lse` holds the panel's rows.
-template <class T>
-void find_row_norm(const RowNorm<T>& norm, const T* lse, ScoreTile<T>& tile, const Site<T>& site,
-                   const Panel<T>& panel) {
+template <class T, class E>
+void find_row_norm(const RowNorm<T>& norm, const T* lse, ScoreTile<T>& tile, const Site<T, E>& site,
+                   const Panel<T, E>& panel) {
   if (std::any_of(lse, lse + panel.count, is_coarse<T>)) return count_rows(norm, tile, site, panel);
-  for (int lane = 0; lane < Panel<T>::kWidth; ++lane) {  // an empty row has no finite score either
+  for (int lane = 0; lane < Panel<T, E>::kWidth; ++lane) {  // an empty row has no finite score either
     norm.base[lane] = lane < panel.count && lse[lane] != -kInfinity<T> ? lse[lane] * kLog2e<T> : 0;
     norm.log2_l[lane] = 0;
   }

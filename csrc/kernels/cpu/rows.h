@@ -1,11 +1,35 @@
 // Between rows, as tensors hold them, and lanes, as kernels do; and what is asked of rows alone.
 #pragma once
 #include <algorithm>
+#include <concepts>
 
-#include "kernels/cpu/vec.h"
+#include "kernels/cpu/vec_pairs.h"
 #include "kernels/view.h"
 
 namespace attention_ops {
+
+// n elements, `stride` apart, in lanes.
+template <class T, class E>
+Vec<T> read_elements(const E* from, Index stride, int n) {
+  if constexpr (std::is_same_v<T, E>)
+    if (stride == 1 && n == kLanes<T>) return load(from);
+  T lanes[kLanes<T>]{};
+  if (stride == 1 && n == kLanes<T>)  // a loop of fixed length vectorises
+    for (int i = 0; i < kLanes<T>; ++i) lanes[i] = convert<T>(from[i]);
+  else
+    for (int i = 0; i < n; ++i) lanes[i] = convert<T>(from[i * stride]);
+  return load(lanes);
+}
+
+// n elements next to each other.
+template <std::floating_point T>
+void write_elements(T* to, std::type_identity_t<Vec<T>> x, int n) {
+  n == kLanes<T> ? store(to, x) : store_part(to, x, n);
+}
+inline void write_elements(BFloat16* to, Vec<float> x, int n) {
+  const Halves halves = round_halves(x);
+  std::memcpy(to, &halves, n * sizeof *to);
+}
 
 // dst[c][r] = read(r, c, n)[c], with read giving n <= lanes elements of row r from column c on; dst has `width` lanes,
 // a multiple of a vector. The last row's vector is filled up with zeros; vectors past it are left alone.
@@ -60,34 +84,39 @@ inline void lanes_to_rows(const T* src, Index width, const T* factors, int rows,
 }
 
 // dst[r][c] = src[c][r] * factors[r]
-template <class T>
-inline void lanes_to_rows(T* dst, Index stride, const T* src, Index width, const T* factors, int rows, Index columns) {
-  lanes_to_rows(src, width, factors, rows, columns, [&](int r, Index c, Vec<T> x, int n) {
-    T* to = dst + r * stride + c;
-    n == kLanes<T> ? store(to, x) : store_part(to, x, n);
-  });
+template <class T, class E>
+inline void lanes_to_rows(E* dst, Index stride, const T* src, Index width, const T* factors, int rows, Index columns) {
+  lanes_to_rows(src, width, factors, rows, columns,
+                [&](int r, Index c, Vec<T> x, int n) { write_elements(dst + r * stride + c, x, n); });
 }
 
-template <class T>
-inline T dot(const T* a, const T* b, Index count) {
+// Calls f(column, n <= lanes) for pieces that fill 0 .. count.
+template <class T, class F>
+inline void each_piece(Index count, F&& f) {
+  Index c = 0;
+  for (; c + kLanes<T> <= count; c += kLanes<T>) f(c, kLanes<T>);
+  if (c < count) f(c, int(count - c));
+}
+
+template <class T, class E>
+inline T dot(const E* a, const E* b, Index count) {
   Vec<T> sum{};
-  Index n = 0;
-  for (; n + kLanes<T> <= count; n += kLanes<T>) sum = fma(load(a + n), load(b + n), sum);
-  if (n < count) sum = fma(load_part(a + n, int(count - n)), load_part(b + n, int(count - n)), sum);
+  each_piece<T>(count, [&](Index n, int some) {
+    sum = fma(read_elements<T>(a + n, 1, some), read_elements<T>(b + n, 1, some), sum);
+  });
   return sum_lanes<T>(sum);
 }
 
 // Whether no element is infinite or NaN. Masked places may hold anything, and 0 times it is NaN.
-template <class T>
-inline bool all_finite(const T* x, Index stride, Index rows, Index columns) {
+template <class T, class E>
+inline bool all_finite(const E* x, Index stride, Index rows, Index columns) {
   constexpr int kRows = 4;  // sums that do not wait for each other
   Vec<T> sum[kRows]{};
   for (Index r = 0; r < rows; r += kRows)
     for (Index c = 0; c < columns; c += kLanes<T>)
       for (int i = 0; i < kRows; ++i) {
-        const T* from = x + std::min(r + i, rows - 1) * stride + c;
-        const bool whole = c + kLanes<T> <= columns;
-        sum[i] = fma(whole ? load(from) : load_part(from, int(columns - c)), Vec<T>{}, sum[i]);
+        const E* from = x + std::min(r + i, rows - 1) * stride + c;
+        sum[i] = fma(read_elements<T>(from, 1, int(std::min<Index>(kLanes<T>, columns - c))), Vec<T>{}, sum[i]);
       }
   return sum_lanes<T>((sum[0] + sum[1]) + (sum[2] + sum[3])) == 0;
 }

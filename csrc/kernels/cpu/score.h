@@ -25,7 +25,8 @@ struct ScoreTile {
   int number_of_spans = 0;
   Span spans[kTileKeys / kSpanKeys];
 
-  void take(Pieces& pieces, const Problem<T>& p, int width, bool backward) {
+  template <class E>
+  void take(Pieces& pieces, const Problem<T, E>& p, int width, bool backward) {
     const Index size = Index(kTileKeys) * width;
     const int operands = p.mask.spec->depth();
     pieces(s, size);
@@ -54,19 +55,6 @@ inline __attribute__((always_inline)) void each_vector(const ScoreTile<T>& tile,
   for (int n = 0; n < tile.number_of_spans; ++n) each_vector<T, Width>(tile.spans[n], f);
 }
 
-// n elements, `stride` apart, in lanes.
-template <class T, class E>
-Vec<T> read_elements(const E* from, Index stride, int n) {
-  if constexpr (std::is_same_v<T, E>)
-    if (stride == 1 && n == kLanes<T>) return load(from);
-  T lanes[kLanes<T>]{};
-  if (stride == 1 && n == kLanes<T>)  // a loop of fixed length vectorises
-    for (int i = 0; i < kLanes<T>; ++i) lanes[i] = convert<T>(from[i]);
-  else
-    for (int i = 0; i < n; ++i) lanes[i] = convert<T>(from[i * stride]);
-  return load(lanes);
-}
-
 // To log2 units. Finite numbers stay finite, so that minus infinity alone means masked: those within a third of the
 // range's ends become the ends.
 template <class T>
@@ -76,14 +64,14 @@ Vec<T> scaled_bias(Vec<T> x) {
   return (x >= -limit) & (x <= limit) ? clamped : x;  // infinities and NaN as they are
 }
 
-template <class T, int Width>
-void load_bias(T* out, const Site<T>& site, Index row, int rows, Index key, int keys) {
+template <class T, int Width, class E>
+void load_bias(T* out, const Site<T, E>& site, Index row, int rows, Index key, int keys) {
   const Tensor4& bias = site.of.bias;
-  with_element(bias.element, [&]<class E>(E*) {
-    const E* data = static_cast<const E*>(bias.data) + site.b * bias.strides[0] + site.h * bias.strides[1] +
+  with_element(bias.element, [&]<class B>(B*) {
+    const B* data = static_cast<const B*>(bias.data) + site.b * bias.strides[0] + site.h * bias.strides[1] +
                     row * bias.strides[2] + key * bias.strides[3];
     transpose_to_lanes(out, Width, Width, keys, [&](int q, Index k, int n) {
-      const E* from = data + std::min(q, rows - 1) * bias.strides[2] + k * bias.strides[3];
+      const B* from = data + std::min(q, rows - 1) * bias.strides[2] + k * bias.strides[3];
       return scaled_bias<T>(read_elements<T>(from, bias.strides[3], n));
     });
   });
@@ -144,9 +132,9 @@ void find_spans(ScoreTile<T>& tile, int keys, int vectors) {
   tile.cover = tile.number_of_spans == 0 ? Cover::none : all ? Cover::all : Cover::some;
 }
 
-template <class T>
-void find_cover(ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& panel, Index key, int keys) {
-  constexpr int kWidth = Panel<T>::kWidth;
+template <class T, class E>
+void find_cover(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel, Index key, int keys) {
+  constexpr int kWidth = Panel<T, E>::kWidth;
   const int vectors = (panel.count + kLanes<T> - 1) / kLanes<T>;
   const Tile shape = panel.tile(key, keys);
   tile.cover = site.mask.cover(shape);
@@ -161,8 +149,8 @@ void find_cover(ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& panel, 
   if (tile.cover == Cover::some) find_spans<T, kWidth>(tile, keys, vectors);
 }
 
-template <class T, int Width>
-void apply_softcap(const ScoreTile<T>& tile, const Problem<T>& p, const Span& span) {
+template <class T, int Width, class E>
+void apply_softcap(const ScoreTile<T>& tile, const Problem<T, E>& p, const Span& span) {
   const Vec<T> unit = splat(p.softcap * kLog2e<T>);
   each_vector<T, Width>(span, [&](Index n, int) {
     const Vec<T> t = tanh<T>(load(tile.s + n));
@@ -191,13 +179,33 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
   });
 }
 
+// The same for rows of pairs, which are not multiplied by the factor before; the sums go through tile.s.
+template <class T, int NV, class F>
+inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& tile, const Site<T, BFloat16>& site,
+                                                         const Panel<T, BFloat16>& panel, Index key, const Span& span,
+                                                         F&& use) {
+  constexpr int kWidth = Panel<T, BFloat16>::kWidth, kStep = kLanes<T>;
+  const auto& p = site.of;
+  const int lane = span.vector * kStep, first = span.key * kWidth + lane;
+  const T* bias = p.bias.defined() && p.softcap == 0 ? tile.bias : nullptr;
+  const Vec<T> factor = splat(p.query_factor());
+  multiply_pairs<false>(tile.s + first, kWidth, {site.k + (key + span.key) * p.k.row_stride, p.k.row_stride},
+                        {panel.q_t + 2 * lane, 2 * kWidth}, span.keys, NV, p.width);
+  for (Index n = first; n < first + span.keys * kWidth; n += kWidth)
+    for (int v = 0; v < NV * kStep; v += kStep) {
+      const Vec<T> x = factor * load(tile.s + n + v);
+      use(bias ? x + load(bias + n + v) : x, n + v, v / kStep);
+    }
+}
+
 // The scores of one span of a tile whose cover is known.
-template <class T, int NV>
-void span_scores(const ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& panel, Index key, const Span& span) {
+template <class T, int NV, class E>
+void span_scores(const ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel, Index key,
+                 const Span& span) {
   span_products<T, NV>(tile, site, panel, key, span, [&](Vec<T> x, Index n, int) { store(tile.s + n, x); });
-  if (site.of.softcap > 0) apply_softcap<T, Panel<T>::kWidth>(tile, site.of, span);
+  if (site.of.softcap > 0) apply_softcap<T, Panel<T, E>::kWidth>(tile, site.of, span);
   if (tile.cover == Cover::some)
-    each_vector<T, Panel<T>::kWidth>(span, [&](Index n, int) {
+    each_vector<T, Panel<T, E>::kWidth>(span, [&](Index n, int) {
       const Ints<T> visible = load_lanes<T>(tile.visible + n);
       store(tile.s + n, visible ? load(tile.s + n) : splat(-kInfinity<T>));
       if (tile.slope) store(tile.slope + n, visible ? load(tile.slope + n) : Vec<T>{});
@@ -206,9 +214,9 @@ void span_scores(const ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& 
 
 // s := p = 2^exponent(score, offset, v) for one span, 0 where masked; calls use(p, v) on the way. Without a softcap
 // that is one pass, in registers.
-template <class T, int NV, class Exponent, class Use>
-inline __attribute__((always_inline)) void span_weights(const ScoreTile<T>& tile, const Site<T>& site,
-                                                        const Panel<T>& panel, Index key, const Span& span,
+template <class T, int NV, class E, class Exponent, class Use>
+inline __attribute__((always_inline)) void span_weights(const ScoreTile<T>& tile, const Site<T, E>& site,
+                                                        const Panel<T, E>& panel, Index key, const Span& span,
                                                         Exponent&& exponent, Use&& use) {
   const LaneInt<T>* visible = tile.cover == Cover::some ? tile.visible : nullptr;
   const auto weigh = [&](Vec<T> score, Index n, int v) {
@@ -220,13 +228,13 @@ inline __attribute__((always_inline)) void span_weights(const ScoreTile<T>& tile
   };
   if (site.of.softcap == 0) return span_products<T, NV>(tile, site, panel, key, span, weigh);
   span_scores<T, NV>(tile, site, panel, key, span);
-  each_vector<T, Panel<T>::kWidth>(
+  each_vector<T, Panel<T, E>::kWidth>(
       span, [&](Index n, int lane) { weigh(load(tile.s + n), n, lane / kLanes<T> - span.vector); });
 }
 
 // Fills the tile; its cover is `none`, and nothing is computed, where it has no visible element.
-template <class T>
-Cover compute_scores(ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& panel, Index key, int keys) {
+template <class T, class E>
+Cover compute_scores(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel, Index key, int keys) {
   find_cover(tile, site, panel, key, keys);
   if (tile.cover != Cover::none)
     each_span(tile, [&](auto vectors, const Span& span) { span_scores<T, vectors>(tile, site, panel, key, span); });
@@ -234,9 +242,9 @@ Cover compute_scores(ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& pa
 }
 
 // keep[key][lane] = -1 where dropout keeps the element, else 0.
-template <class T>
-void fill_kept(LaneInt<T>* keep, const Site<T>& site, const Panel<T>& panel, Index key, int keys) {
-  constexpr int kWidth = Panel<T>::kWidth;
+template <class T, class E>
+void fill_kept(LaneInt<T>* keep, const Site<T, E>& site, const Panel<T, E>& panel, Index key, int keys) {
+  constexpr int kWidth = Panel<T, E>::kWidth;
   for (Index group = key / 8; group <= (key + keys - 1) / 8; ++group) {
     uint32_t words[4][kWidth];
     for (int q = 0; q < kWidth; ++q) {

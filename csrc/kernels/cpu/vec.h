@@ -1,5 +1,5 @@
-// The vector vocabulary: all that kernels say about the processor. The only file that names an instruction set.
-// A section gives the width, the register tiles and the few operations that the portable text below cannot say well.
+// The vector vocabulary: all that kernels say about the processor, with vec_pairs.h. No other file names an instruction
+// set. A section gives the width, the register tiles and the few operations that the portable text cannot say well.
 #pragma once
 #include <algorithm>
 #include <bit>
