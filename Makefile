@@ -26,7 +26,7 @@ export ATTENTION_OPS_WERROR := 1
 # The package is built in place; scripts in other folders find it here.
 export PYTHONPATH := $(CURDIR)
 
-CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.c')
+CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.c' -o -name '*.cuh' -o -name '*.cu')
 
 .PHONY: help demo test sanitize cross lint format bench build clean environment
 .DEFAULT_GOAL := help

@@ -1,6 +1,9 @@
-"""Builds one library with schemas, checks, derivatives, shapes and casts, and one with the CPU kernels for each
-instruction set. ninja compiles: headers are tracked, and MAX_JOBS says how many files at a time."""
+"""Builds one library with schemas, checks, derivatives, shapes and casts, one with the CPU kernels for each instruction
+set, and one with the CUDA kernels where torch and the machine allow it. ninja compiles: headers are tracked, and
+MAX_JOBS says how many files at a time."""
 
+import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -21,6 +24,7 @@ except ImportError:
 
 ROOT = pathlib.Path(__file__).resolve().parent
 TABLE = runpy.run_path(str(ROOT / "attention_ops" / "_isas.py"))
+CUDA = runpy.run_path(str(ROOT / "attention_ops" / "_cuda.py"))
 
 FLAGS = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
 if os.environ.get("ATTENTION_OPS_WERROR") == "1":  # as this project's own checks do: a warning is an error
@@ -30,10 +34,16 @@ KERNEL_FLAGS = ["-O3", "-ffp-contract=fast"]
 # can stand in for another's.
 LINK_FLAGS = ["-shared", "-fopenmp", "-Wl,--no-undefined", "-Wl,--version-script=csrc/no_symbols.map"]
 COMMON = ("ops", "autograd", "meta", "autocast", "vmap")
+CUDA_LIBRARY = "attention_ops.libattention_ops_cuda"
 
 RULES = """\
 rule compile
   command = $cxx -MMD -MF $out.d $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = compile $out
+rule compile_cuda
+  command = $nvcc -MD -MF $out.d $flags -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = compile $out
@@ -52,10 +62,20 @@ def libraries():
     yield Extension("attention_ops.libattention_ops", sources(*COMMON))
     for isa in TABLE["buildable"]():
         yield Extension(f"attention_ops.libattention_ops_{isa}", sources("cpu"))
+    if importlib.util.find_spec("torch") and toolkit().root:  # a source archive needs no torch
+        cuda = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
+        yield Extension(CUDA_LIBRARY, [*sources("cuda"), *cuda])
+
+
+@functools.cache
+def toolkit():
+    return CUDA["find"](import_torch())
 
 
 def flags_of(name):
     isa = name.removeprefix("attention_ops.libattention_ops").removeprefix("_")
+    if name == CUDA_LIBRARY:
+        return [*FLAGS, f"-isystem{escaped(toolkit().root)}/include"]
     return [*FLAGS, *KERNEL_FLAGS, *TABLE["ISAS"][isa].flags] if isa else FLAGS
 
 
@@ -111,6 +131,7 @@ class BuildLibraries(build_ext):
             "torch": str(torch.__version__),
             "compiler": compiler.splitlines()[0],
             "isas": TABLE["buildable"](),
+            "cuda": toolkit().says,
         }
         # Everything is compiled again when one of these changes, though no path does.
         write_if_changed(folder / "toolchain.json", json.dumps(info, indent=2) + "\n")
@@ -125,16 +146,20 @@ class BuildLibraries(build_ext):
         paths = torch.utils.cpp_extension
         includes = ["-Icsrc", *(f"-isystem{escaped(path)}" for path in paths.include_paths())]
         torch_folders = [f"-L{escaped(path)}" for path in paths.library_paths()]
-        lines = [RULES, f"builddir = {escaped(folder)}", f"cxx = {cxx}"]
+        cuda = toolkit()
+        lines = [RULES, f"builddir = {escaped(folder)}", f"cxx = {cxx}", f"nvcc = {cuda.root}/bin/nvcc -ccbin {cxx}"]
         for extension in self.extensions:
             objects = []
             for source in extension.sources:
                 objects.append(escaped(folder / extension.name / source) + ".o")
-                lines.append(f"build {objects[-1]}: compile {source} | {escaped(folder / 'toolchain.json')}")
-                lines.append(f"  flags = {' '.join([*flags_of(extension.name), *includes])}")
+                rule = "compile_cuda" if source.endswith(".cu") else "compile"
+                flags = cuda.flags if source.endswith(".cu") else [*flags_of(extension.name), *includes]
+                lines.append(f"build {objects[-1]}: {rule} {source} | {escaped(folder / 'toolchain.json')}")
+                lines.append(f"  flags = {' '.join(flags)}")
             library = escaped(pathlib.Path(self.get_ext_fullpath(extension.name)).resolve())
             lines.append(f"build {library}: link {' '.join(objects)} | csrc/no_symbols.map")
-            lines.append(f"  flags = {' '.join([*LINK_FLAGS, *torch_folders, '-ltorch_cpu', '-lc10'])}")
+            needs = ["-ltorch_cpu", "-lc10", *(cuda.libraries if extension.name == CUDA_LIBRARY else ())]
+            lines.append(f"  flags = {' '.join([*LINK_FLAGS, *torch_folders, *needs])}")
         return "\n".join(lines) + "\n"
 
     def info_path(self):

@@ -1,4 +1,4 @@
-"""Finds the compiled libraries and loads the common one and the kernels of one instruction set."""
+"""Finds the compiled libraries and loads the common one, the kernels of one instruction set, and those for CUDA."""
 
 import functools
 import json
@@ -24,7 +24,10 @@ def load() -> str:
             f"got {torch.__version__}; {HOW_TO_BUILD}"
         )
     chosen = _choose(built["isas"])
-    for name in ("libattention_ops.so", f"libattention_ops_{chosen}.so"):
+    names = ["libattention_ops.so", f"libattention_ops_{chosen}.so"]
+    if not built["cuda"].startswith("not built") and torch.version.cuda:
+        names.append("libattention_ops_cuda.so")
+    for name in names:
         if not (FOLDER / name).exists():
             raise ImportError(f"attention_ops: expected {name} in {FOLDER}, got none; {HOW_TO_BUILD}")
         torch.ops.load_library(FOLDER / name)
@@ -41,10 +44,11 @@ def isa() -> str:
 
 
 def build_info() -> dict[str, object]:
-    """With what the libraries were built: `torch`, `compiler`, `isas`; and `isa`, the one in use.
+    """With what the libraries were built: `torch`, `compiler`, `isas`; `cuda`, its version and architectures or why it
+    is not there; and `isa`, the instruction set in use.
 
     >>> sorted(build_info())
-    ['compiler', 'isa', 'isas', 'torch']
+    ['compiler', 'cuda', 'isa', 'isas', 'torch']
     """
     return {**_built(), "isa": load()}
 

@@ -196,6 +196,25 @@ class Inputs:
         tensors = {name: t.detach().to(dtype).contiguous().requires_grad_() for name, t in self.tensors.items()}
         return Inputs(tensors, self.options)
 
+    def on(self, device: str) -> "Inputs":
+        """The same values in the same memory layout on a device."""
+        if device == "cpu":
+            return self
+        tensors = {name: moved(t, device).requires_grad_() for name, t in self.tensors.items()}
+        options = dict(self.options)
+        if "mask" in options:
+            data = tuple(moved(t, device) for t in options["mask"].data)
+            options["mask"] = dataclasses.replace(options["mask"], data=data)
+        if "seed" in options:
+            options["seed"] = options["seed"].to(device)
+        return Inputs(tensors, options)
+
+
+def moved(x: Tensor, device: str) -> Tensor:
+    """A copy of the tensor's whole storage on a device, seen in the same way."""
+    storage = torch.empty(0, dtype=x.dtype).set_(x.detach().untyped_storage())
+    return torch.as_strided(storage.to(device), x.size(), x.stride(), x.storage_offset())
+
 
 def make(case: Case) -> Inputs:
     shape = case.shape

@@ -26,18 +26,19 @@ def run(function: Callable, inputs: cases.Inputs, grad_out: Tensor, grad_lse: Te
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(inputs.tensors, zeros, strict=True))}
 
 
-def check(case: cases.Case) -> None:
+def check(case: cases.Case, device: str = "cpu") -> None:
     inputs, shape = cases.make(case), case.shape
     grad_out = cases.strided((shape.batch, shape.heads, shape.queries, shape.value_width), case.dtype, case.strides)
     grad_lse = torch.randn(shape.batch, shape.heads, shape.queries)
     lse_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
-    ours = run(attention_ops.attention, inputs, grad_out, grad_lse)
+    ours = run(attention_ops.attention, inputs.on(device), cases.moved(grad_out, device), grad_lse.to(device))
     exact = run(reference.attention, inputs.to(torch.float64), grad_out, grad_lse)
     plain = run(reference.attention, inputs.to(case.dtype), grad_out, grad_lse)
     with torch.no_grad():
         plain["lse"] = reference.attention(**inputs.to(lse_dtype).tensors, **inputs.options, return_lse=True)[1]
     assert ours["lse"].dtype == lse_dtype
     for name, result in ours.items():
+        result = result.cpu()
         assert result.dtype == inputs.tensors.get(name, ours[name]).dtype
         factor = OUTPUT if name in ("out", "lse") else GRADIENT
         assert_close(result, plain[name], exact[name], factor, name, cases.rows_summed(case, name, result))

@@ -61,6 +61,35 @@ def test_libraries_for_another_torch(copy: pathlib.Path, tmp_path: pathlib.Path)
     assert "expected torch 1.2, for which it was compiled, got" in message
 
 
+def toolkit(said: str = "", **environment: str) -> str:
+    """What a build would say of CUDA, with a torch of its own."""
+    code = (
+        "import os, runpy, sys, types; os.environ.update(eval(sys.argv[2])); cuda = runpy.run_path(sys.argv[1]); "
+        "torch = types.SimpleNamespace(__version__='2.14.0', version=types.SimpleNamespace(cuda=eval(sys.argv[3]))); "
+        "print(cuda['find'](torch).says)"
+    )
+    command = [sys.executable, "-c", code, str(PACKAGE / "_cuda.py"), repr(environment), repr(said or None)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+def test_what_is_said_of_cuda() -> None:
+    assert toolkit(ATTENTION_OPS_CUDA="0") == "not built: ATTENTION_OPS_CUDA=0"
+    assert toolkit() == "not built: torch 2.14.0 has no CUDA"
+    assert toolkit(ATTENTION_OPS_CUDA="1").endswith("needs, got torch 2.14.0 has no CUDA")
+    assert toolkit(ATTENTION_OPS_CUDA="yes").endswith("expected ATTENTION_OPS_CUDA one of auto, 0, 1, got yes")
+    assert toolkit("13.0", PATH="", CUDA_HOME="", CUDA_PATH="").endswith("no nvcc on PATH and none in CUDA_HOME")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_architectures_are_those_of_torchs_variable() -> None:
+    assert toolkit("12.99", ATTENTION_OPS_CUDA="auto").startswith(("12.", "not built: torch is built with CUDA 12.99"))
+    says = toolkit("13.0", TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX")
+    assert says.endswith("for 8.0, 9.0+PTX") or says.startswith("not built: torch is built with")
+    wrong = toolkit("13.0", TORCH_CUDA_ARCH_LIST="7.5")
+    assert "from 8.0 on such as 9.0+PTX, got 7.5" in wrong or wrong.startswith("not built: torch is built with")
+
+
 def test_an_instruction_set_that_is_not_there() -> None:
     message = import_error(ROOT, ATTENTION_OPS_ISA="abacus")
     assert "expected ATTENTION_OPS_ISA one of baseline" in message

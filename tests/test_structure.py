@@ -10,27 +10,30 @@ import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-CPP = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp"))
+CPP = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cuh", ".cu"))
 PYTHON = sorted(
     path for folder in ("attention_ops", "benchmarks", "examples", "tests") for path in (ROOT / folder).glob("*.py")
 )
 CPP_IDS = [str(path.relative_to(CSRC)) for path in CPP]
 
-# What each folder of csrc may include of the others. `kernels/mask` and `kernels` itself know nothing above them.
+# What each folder of csrc may include of the others. `kernels` itself and `kernels/mask` know nothing above them.
 MAY_INCLUDE = {
-    "kernels/mask": {"kernels/mask"},
+    "kernels/mask": {"kernels", "kernels/mask"},
     "kernels": {"kernels"},
     "kernels/cpu": {"kernels", "kernels/mask", "kernels/cpu"},
+    "kernels/cuda": {"kernels", "kernels/mask", "kernels/cuda"},
     "ops": {"ops", "kernels", "kernels/mask"},
     "autograd": {"autograd", "ops"},
     "autocast": {"autocast", "ops"},
     "meta": {"meta", "ops"},
     "vmap": {"vmap", "ops"},
     "cpu": {"cpu", "ops", "kernels", "kernels/mask", "kernels/cpu"},
+    "cuda": {"cuda", "ops", "kernels", "kernels/mask", "kernels/cuda"},
 }
 # What each module of the package may import of the others.
 MAY_IMPORT = {
     "__init__": {"_library", "functional", "masks", "reference", "visualize"},
+    "_cuda": set(),
     "_isas": set(),
     "_library": {"_isas"},
     "masks": set(),
@@ -138,7 +141,7 @@ def without_comments(text: str) -> str:
         if match[0].startswith(("/", "R")):
             return "\n" * match[0].count("\n")
         # A path stays: includes are read from the result.
-        return '""' if not match[0].endswith('.h"') else match[0]
+        return '""' if not match[0].endswith(('.h"', '.cuh"')) else match[0]
 
     return token.sub(blank, text)
 

@@ -1,7 +1,8 @@
 // Philox4x32-10 (Salmon et al. 2011): a random function of a counter, and dropout's use of it.
 #pragma once
-#include <cmath>
 #include <cstdint>
+
+#include "kernels/host_device.h"
 
 namespace attention_ops {
 
@@ -9,7 +10,7 @@ struct Philox {
   uint32_t word[4];
 };
 
-inline Philox philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t key0, uint32_t key1) {
+HOST_DEVICE inline Philox philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t key0, uint32_t key1) {
   for (int round = 0; round < 10; ++round) {
     const uint64_t a = uint64_t(0xD2511F53u) * c0, b = uint64_t(0xCD9E8D57u) * c2;
     c0 = uint32_t(b >> 32) ^ c1 ^ key0;
@@ -27,9 +28,11 @@ struct DropoutStream {
   uint32_t key0, key1, head, batch;
   uint32_t threshold;  // keep where bits >= threshold
 
-  static uint32_t threshold_of(double p) { return static_cast<uint32_t>(std::lround(p * 65536)); }
-  Philox eight(uint32_t i, uint32_t group) const { return philox(group, i, head, batch, key0, key1); }
-  bool keeps(const Philox& bits, int n) const { return ((bits.word[n / 2] >> (16 * (n % 2))) & 0xffff) >= threshold; }
+  HOST_DEVICE static uint32_t threshold_of(double p) { return static_cast<uint32_t>(p * 65536 + 0.5); }
+  HOST_DEVICE Philox eight(uint32_t i, uint32_t group) const { return philox(group, i, head, batch, key0, key1); }
+  HOST_DEVICE bool keeps(const Philox& bits, int n) const {
+    return ((bits.word[n / 2] >> (16 * (n % 2))) & 0xffff) >= threshold;
+  }
 };
 
 // A seed per call, or a seed and a batch number per row.
@@ -38,13 +41,13 @@ struct Dropout {
   const int64_t* seed = nullptr;
   bool per_row = false;
 
-  bool on() const { return p > 0; }
+  HOST_DEVICE bool on() const { return p > 0; }
   // The inverse of the share that is kept, which is p to 16 bits.
-  double scale() const {
+  HOST_DEVICE double scale() const {
     const uint32_t threshold = DropoutStream::threshold_of(p);
     return threshold < 65536 ? 65536. / (65536 - threshold) : 0;
   }
-  DropoutStream stream(int64_t batch, int64_t head) const {
+  HOST_DEVICE DropoutStream stream(int64_t batch, int64_t head) const {
     const uint64_t key = static_cast<uint64_t>(per_row ? seed[2 * batch] : seed[0]);
     const uint64_t row = static_cast<uint64_t>(per_row ? seed[2 * batch + 1] : batch);
     return {uint32_t(key), uint32_t(key >> 32), uint32_t(head), uint32_t(row), DropoutStream::threshold_of(p)};

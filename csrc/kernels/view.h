@@ -3,6 +3,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "kernels/host_device.h"
+
 namespace attention_ops {
 
 using Index = int64_t;
@@ -36,14 +38,14 @@ struct Tensor4 {
   Element element = Element::float32;
   Index sizes[4] = {}, strides[4] = {};
 
-  bool defined() const { return data != nullptr; }
+  HOST_DEVICE bool defined() const { return data != nullptr; }
 };
 
 struct BFloat16 {
   uint16_t bits;
 
-  operator float() const { return std::bit_cast<float>(uint32_t(bits) << 16); }
-  static BFloat16 from(float x) {
+  HOST_DEVICE operator float() const { return std::bit_cast<float>(uint32_t(bits) << 16); }
+  HOST_DEVICE static BFloat16 from(float x) {
     const uint32_t u = std::bit_cast<uint32_t>(x);
     if (x != x) return {uint16_t((u >> 16) | 0x40)};
     return {uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
@@ -53,14 +55,14 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 
-  operator float() const {
+  HOST_DEVICE operator float() const {
     const uint32_t sign = uint32_t(bits & 0x8000) << 16, magnitude = uint32_t(bits & 0x7fff) << 13;
     const float subnormal = float(int(bits & 0x3ff)) * 0x1p-24f;  // through no float that is subnormal itself
     const uint32_t exponent = (bits & 0x7c00) == 0x7c00 ? 0x70000000u : 0x38000000u;
     const uint32_t finite = bits & 0x7c00 ? magnitude + exponent : std::bit_cast<uint32_t>(subnormal);
     return std::bit_cast<float>(sign | finite);
   }
-  static Float16 from(float x) {
+  HOST_DEVICE static Float16 from(float x) {
     const uint32_t u = std::bit_cast<uint32_t>(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
     if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};
     if (magnitude >= 0x477ff000) return {uint16_t(sign | 0x7c00)};  // rounds past 65504
@@ -74,7 +76,7 @@ struct Float16 {
 
 // Calls f with a null pointer of the stored type.
 template <class F>
-void with_element(Element element, F&& f) {
+HOST_DEVICE void with_element(Element element, F&& f) {
   switch (element) {
     case Element::float64:
       return f(static_cast<double*>(nullptr));
@@ -88,7 +90,7 @@ void with_element(Element element, F&& f) {
 }
 
 template <class To, class From>
-To convert(From x) {
+HOST_DEVICE To convert(From x) {
   if constexpr (requires { To::from(float(x)); })
     return To::from(float(x));
   else

@@ -10,12 +10,12 @@ struct BlockSparse {
   int64_t row_stride, column_stride;
   int32_t block;
 
-  explicit BlockSparse(const MaskSite& site)
+  HOST_DEVICE explicit BlockSparse(const MaskSite& site)
       : layout(site.flags(0) + site.head * site.data[0].strides[1]),
         row_stride(site.data[0].strides[2]),
         column_stride(site.data[0].strides[3]),
         block(site.argument(0)) {}
-  Cover cover(const Tile& t) const {
+  HOST_DEVICE Cover cover(const Tile& t) const {
     bool any = false, all = true;
     for (int64_t r = t.first_row / block; r <= t.last_row / block; ++r)
       for (int64_t c = t.first_key / block; c <= t.last_key / block; ++c) {
@@ -24,7 +24,9 @@ struct BlockSparse {
       }
     return cover_of(any, all);
   }
-  bool visible(int32_t i, int32_t j) const { return layout[(i / block) * row_stride + (j / block) * column_stride]; }
+  HOST_DEVICE bool visible(int32_t i, int32_t j) const {
+    return layout[(i / block) * row_stride + (j / block) * column_stride];
+  }
 };
 
 }  // namespace attention_ops

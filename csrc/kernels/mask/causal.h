@@ -9,11 +9,11 @@ struct Causal {
       "causal", {{.name = "alignment", .words = {"lower_right", "upper_left"}, .has_default = true}}};
   int32_t offset;
 
-  explicit Causal(const MaskSite& site) : offset(site.arguments[0] == 0 ? site.offset() : 0) {}
-  Cover cover(const Tile& t) const {
+  HOST_DEVICE explicit Causal(const MaskSite& site) : offset(site.arguments[0] == 0 ? site.offset() : 0) {}
+  HOST_DEVICE Cover cover(const Tile& t) const {
     return cover_of(t.first_key <= t.last_row + offset, t.last_key <= t.first_row + offset);
   }
-  bool visible(int32_t i, int32_t j) const { return j - i <= offset; }
+  HOST_DEVICE bool visible(int32_t i, int32_t j) const { return j - i <= offset; }
 };
 
 }  // namespace attention_ops

@@ -9,12 +9,12 @@ struct Dense {
   const bool* mask;
   int64_t row_stride, key_stride;
 
-  explicit Dense(const MaskSite& site)
+  HOST_DEVICE explicit Dense(const MaskSite& site)
       : mask(site.flags(0) + site.head * site.data[0].strides[1]),
         row_stride(site.data[0].strides[2]),
         key_stride(site.data[0].strides[3]) {}
-  Cover cover(const Tile&) const { return Cover::some; }  // reading the elements is the only way to know
-  bool visible(int32_t i, int32_t j) const { return mask[i * row_stride + j * key_stride]; }
+  HOST_DEVICE Cover cover(const Tile&) const { return Cover::some; }  // reading the elements is the only way to know
+  HOST_DEVICE bool visible(int32_t i, int32_t j) const { return mask[i * row_stride + j * key_stride]; }
 };
 
 }  // namespace attention_ops

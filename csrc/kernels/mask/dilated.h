@@ -8,9 +8,9 @@ struct Dilated {
   static inline const KindInfo info{"dilated", {{.name = "step", .minimum = 1}}};
   int32_t offset, step;
 
-  explicit Dilated(const MaskSite& site) : offset(site.offset()), step(site.argument(0)) {}
-  Cover cover(const Tile&) const { return step == 1 ? Cover::all : Cover::some; }
-  bool visible(int32_t i, int32_t j) const { return (j - i - offset) % step == 0; }
+  HOST_DEVICE explicit Dilated(const MaskSite& site) : offset(site.offset()), step(site.argument(0)) {}
+  HOST_DEVICE Cover cover(const Tile&) const { return step == 1 ? Cover::all : Cover::some; }
+  HOST_DEVICE bool visible(int32_t i, int32_t j) const { return (j - i - offset) % step == 0; }
 };
 
 }  // namespace attention_ops

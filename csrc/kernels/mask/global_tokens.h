@@ -9,15 +9,15 @@ struct GlobalTokens {
   const bool* flags;
   int64_t stride;
 
-  explicit GlobalTokens(const MaskSite& site) : flags(site.flags(0)), stride(site.data[0].strides[1]) {}
-  Cover cover(const Tile& t) const {
-    return range(t.queries, [&](int n) { return t.rows[n]; }) | range(t.keys(), [&](int n) { return t.first_key + n; });
+  HOST_DEVICE explicit GlobalTokens(const MaskSite& site) : flags(site.flags(0)), stride(site.data[0].strides[1]) {}
+  HOST_DEVICE Cover cover(const Tile& t) const {
+    return range(t.queries, [&](int n) { return t.row(n); }) | range(t.keys(), [&](int n) { return t.first_key + n; });
   }
-  bool visible(int32_t i, int32_t j) const { return flags[i * stride] | flags[j * stride]; }
+  HOST_DEVICE bool visible(int32_t i, int32_t j) const { return flags[i * stride] | flags[j * stride]; }
 
  private:
   template <class Place>
-  Cover range(int count, Place&& place) const {
+  HOST_DEVICE Cover range(int count, Place&& place) const {
     bool any = false, all = true;
     for (int n = 0; n < count; ++n) {
       const bool flag = flags[place(n) * stride];

@@ -8,9 +8,9 @@ struct Padding {
   static inline const KindInfo info{"padding", {}, {{"lengths", "B", true}}};
   int32_t length;
 
-  explicit Padding(const MaskSite& site) : length(clamp_length(*site.integers(0))) {}
-  Cover cover(const Tile& t) const { return cover_of(t.first_key < length, t.last_key < length); }
-  bool visible(int32_t, int32_t j) const { return j < length; }
+  HOST_DEVICE explicit Padding(const MaskSite& site) : length(clamp_length(*site.integers(0))) {}
+  HOST_DEVICE Cover cover(const Tile& t) const { return cover_of(t.first_key < length, t.last_key < length); }
+  HOST_DEVICE bool visible(int32_t, int32_t j) const { return j < length; }
 };
 
 }  // namespace attention_ops

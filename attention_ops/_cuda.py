@@ -1,0 +1,89 @@
+"""Whether the CUDA kernels can be built, and with what: the toolkit's root, the architectures, the compiler's flags."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import typing
+
+# Binary code for each, and PTX of the last, which the driver compiles for later ones.
+ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+
+
+class Toolkit(typing.NamedTuple):
+    root: str | None  # None: the CUDA kernels are not built
+    says: str  # the version and the architectures, or why there are none
+    flags: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+
+
+def find(torch) -> Toolkit:
+    """`ATTENTION_OPS_CUDA` is 0 (do not build), 1 (build, or fail) or auto (build where it is possible)."""
+    wanted = os.environ.get("ATTENTION_OPS_CUDA", "auto")
+    if wanted not in ("auto", "0", "1"):
+        sys.exit(f"attention_ops: expected ATTENTION_OPS_CUDA one of auto, 0, 1, got {wanted}")
+    if wanted == "0":
+        return Toolkit(None, "not built: ATTENTION_OPS_CUDA=0")
+    reason, root, version = None, None, None
+    if torch.version.cuda is None:
+        reason = f"torch {torch.__version__} has no CUDA"
+    elif (root := find_root()) is None:
+        reason = "no nvcc on PATH and none in CUDA_HOME"
+    elif (version := version_of(root)).split(".")[0] != torch.version.cuda.split(".")[0]:
+        reason = f"torch is built with CUDA {torch.version.cuda} and nvcc is {version}"
+    if reason is None:
+        names = architectures()
+        return Toolkit(root, f"{version} for {', '.join(names)}", flags(names), libraries(root))
+    if wanted == "1":
+        sys.exit(f"attention_ops: expected what ATTENTION_OPS_CUDA=1 needs, got {reason}")
+    return Toolkit(None, f"not built: {reason}")
+
+
+def find_root() -> str | None:
+    """The toolkit's own root. The nvcc on PATH may be a wrapper elsewhere, so it is asked where it lives."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.path.exists(os.path.join(os.environ.get(name, ""), "bin", "nvcc")):
+            return os.environ[name]
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    said = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.*)$", said.stderr + said.stdout, re.M)
+    root = pathlib.Path(top[1]).resolve() if top else pathlib.Path(nvcc).resolve().parent.parent
+    return str(root) if (root / "include" / "cuda_runtime.h").exists() else None
+
+
+def version_of(root: str) -> str:
+    said = subprocess.run([os.path.join(root, "bin", "nvcc"), "--version"], capture_output=True, text=True, check=True)
+    return re.search(r"release (\d+\.\d+)", said.stdout)[1]
+
+
+def architectures() -> list[str]:
+    """As `TORCH_CUDA_ARCH_LIST` names them, "8.0;9.0+PTX", or our own list."""
+    given = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    names = given.replace(" ", ";").split(";") if given else [*ARCHITECTURES[:-1], ARCHITECTURES[-1] + "+PTX"]
+    names = [name for name in names if name]
+    for name in names:
+        number = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", name)
+        if number is None or int(number[1]) < 8:
+            sys.exit(f"attention_ops: expected TORCH_CUDA_ARCH_LIST of numbers from 8.0 on such as 9.0+PTX, got {name}")
+    return names
+
+
+def flags(names: list[str]) -> tuple[str, ...]:
+    code = []
+    for name in names:
+        number = name.removesuffix("+PTX").replace(".", "")
+        code.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if name.endswith("+PTX"):
+            code.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    # Kernels call the constexpr functions of the standard library: minimum, maximum, limits.
+    ours = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v")
+    return (*ours, *code, "-Icsrc")
+
+
+def libraries(root: str) -> tuple[str, ...]:
+    folder = next((f for f in ("lib64", "lib") if list(pathlib.Path(root, f).glob("libcudart.so*"))), "lib64")
+    return ("-lc10_cuda", f"-L{root}/{folder}", "-lcudart")

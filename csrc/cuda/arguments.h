@@ -1,0 +1,76 @@
+// From tensors to the problem of a kernel. Plain kernels widen elements where they read them, so nothing is copied.
+#pragma once
+#include "cuda/aligned.h"
+#include "cuda/call.h"
+#include "cuda/kernels.h"
+#include "ops/allocate.h"
+#include "ops/views.h"
+
+namespace attention_ops {
+
+inline void* pointer(const Call& call, const Tensor& x) {
+  return x.defined() ? call.writes(x).mutable_data_ptr() : nullptr;
+}
+inline Tensor4 result(const Call& call, const Tensor& x) {
+  return x.defined() ? result_view4(call.writes(x)) : Tensor4{};
+}
+
+// A contiguous tensor of the type that scores are computed in; a null pointer for none.
+class Numbers {
+ public:
+  Numbers(const Call& call, const OptionalTensor& x, at::ScalarType type) {
+    if (x && x->defined()) tensor_ = call.reads(x->to(type).contiguous());
+  }
+  const void* data() const { return tensor_.defined() ? tensor_.const_data_ptr() : nullptr; }
+
+ private:
+  Tensor tensor_;
+};
+
+// Four-dimensional tensors as kernels read them.
+class Operand {
+ public:
+  Operand(const Call& call, const Tensor& x, bool on_tensor_cores) : tensor_(on_tensor_cores ? aligned(x) : x) {
+    call.reads(tensor_);
+  }
+  Tensor4 view() const { return read_view(tensor_); }
+
+ private:
+  Tensor tensor_;
+};
+
+// The problem of one call, with the tensors that it points into.
+class Loaded {
+ public:
+  Loaded(const Call& call, const Attention& a)
+      : on_tensor_cores(attention_ops::on_tensor_cores(a)),
+        query_(call, a.query, on_tensor_cores),
+        key_(call, a.key, on_tensor_cores),
+        value_(call, a.value, on_tensor_cores),
+        sinks_(call, a.sinks, lse_type(a.query)),
+        seed_(call, a.seed, at::kLong) {
+    problem.batch = a.query.size(0), problem.heads = a.query.size(1), problem.queries = a.query.size(2);
+    problem.width = a.query.size(3), problem.key_heads = a.key.size(1), problem.keys = a.key.size(2);
+    problem.value_width = a.value.size(3);
+    problem.q = query_.view(), problem.k = key_.view(), problem.v = value_.view();
+    if (a.bias) problem.bias = read_view(call.reads(*a.bias));
+    problem.sinks = sinks_.data();
+    const MaskArguments mask(a);
+    problem.mask = MaskProgram(mask.view(problem.queries, problem.keys));
+    problem.scale = a.scale, problem.softcap = a.softcap;
+    if (a.dropout_p > 0) problem.dropout = {a.dropout_p, static_cast<const int64_t*>(seed_.data()), a.seed->dim() == 2};
+  }
+  Loaded(const Loaded&) = delete;
+
+  // Whether a tile can have hidden places that hold something.
+  bool hides() const { return !problem.mask.empty() || problem.bias.defined(); }
+
+  Problem problem;
+  bool on_tensor_cores;
+
+ private:
+  Operand query_, key_, value_;
+  Numbers sinks_, seed_;
+};
+
+}  // namespace attention_ops

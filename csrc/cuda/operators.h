@@ -1,0 +1,19 @@
+// The private operators that have CUDA kernels.
+#pragma once
+#include <torch/library.h>
+
+#include "ops/ops.h"
+
+namespace attention_ops {
+
+Pair forward_cuda(const Attention& a);
+Five backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 5> needed);
+Tensor dropout_mask_cuda(In seed, int64_t batch, int64_t heads, int64_t queries, int64_t keys, double dropout_p);
+
+inline void register_operators(torch::Library& m) {
+  m.impl("_attention_forward", Flat<forward_cuda>::call);
+  m.impl("_attention_backward", Flat<backward_cuda>::call);
+  m.impl("_dropout_mask", dropout_mask_cuda);
+}
+
+}  // namespace attention_ops

@@ -1,0 +1,77 @@
+// What every CUDA kernel is given: plain values, filled in by the host and passed as arguments.
+#pragma once
+#include <algorithm>
+
+#include "kernels/cuda/mask_program.h"
+#include "kernels/philox.h"
+#include "kernels/view.h"
+
+struct CUstream_st;
+
+namespace attention_ops {
+
+using Stream = CUstream_st*;
+
+// s = softcap(scale q k') + bias where the mask allows. Sums, and what stands in `void` pointers, are of one type:
+// float64 for float64, float32 for the others.
+struct Problem {
+  Index batch = 0, heads = 0, key_heads = 0, queries = 0, keys = 0, width = 0, value_width = 0;
+  Tensor4 q, k, v, bias;
+  const void* sinks = nullptr;  // [H]
+  MaskProgram mask;
+  double scale = 1, softcap = 0;  // softcap 0: none
+  Dropout dropout;
+  const int* only_if = nullptr;  // a flag; where it is not raised nothing is to be done
+
+  HOST_DEVICE Index group() const { return heads / key_heads; }
+  HOST_DEVICE Index rows() const { return batch * heads * queries; }
+};
+
+struct ForwardResult {
+  Tensor4 out;  // [B, H, Lq, Dv]
+  void* lse;    // [B, H, Lq]
+};
+
+struct BackwardInput {
+  Tensor4 out, grad_out;        // [B, H, Lq, Dv]
+  const void *lse, *grad_lse;   // [B, H, Lq]; grad_lse may be null
+  void *base, *log2_l, *delta;  // [B, H, Lq], written by the first pass: p = 2^(s - base - log2_l)
+  int* inexact = nullptr;       // a flag, raised where tensor cores will not do: lse too large, or a value not finite
+};
+
+// A gradient that is not defined was not asked for.
+struct BackwardResult {
+  Tensor4 grad_query, grad_key, grad_value, grad_bias;
+  void* grad_sinks = nullptr;  // [H]
+};
+
+struct DropoutMask {
+  Dropout dropout;
+  Index batch, heads, queries, keys;
+  bool* kept;  // [B, H, Lq, Lk]
+};
+
+constexpr int kSimtTile = 64, kSimtThreads = 256;
+
+inline Index tiles_of(Index length, Index tile) {
+  return (length + tile - 1) / tile;
+}
+
+// The gradient of a bias: a task owns a tile of it and one share of what is summed into it, which is batches, heads,
+// and tiles along the axes over which the bias is broadcast. Shares depend on shapes alone.
+struct BiasPlan {
+  static constexpr Index kTasks = 1024;
+  Index rows, columns;   // tiles of the score matrix
+  Index owners, shares;  // tiles of grad_bias; parts of each sum
+  void* sums = nullptr;  // [shares, grad_bias], where there are several
+
+  BiasPlan(const Problem& p, const Tensor4& grad)
+      : rows(tiles_of(p.queries, kSimtTile)), columns(tiles_of(p.keys, kSimtTile)) {
+    owners = grad.sizes[0] * grad.sizes[1] * (grad.sizes[2] == 1 ? 1 : rows) * (grad.sizes[3] == 1 ? 1 : columns);
+    const Index all = p.batch * p.heads * rows * columns;
+    shares = owners > 0 ? std::clamp<Index>(kTasks / owners, 1, std::max<Index>(all / owners, 1)) : 1;
+  }
+  HOST_DEVICE Index tasks() const { return owners * shares; }
+};
+
+}  // namespace attention_ops

@@ -1,0 +1,216 @@
+// Tiles of 64 queries and 64 keys in plain arithmetic: the two products that attention needs, for any width. A thread
+// owns rows ty + 16 r and columns tx + 16 c of a tile, r and c from 0 to 3.
+#pragma once
+#include "kernels/cuda/site.cuh"
+
+namespace attention_ops {
+
+struct SimtThread {
+  int ty = device::thread() / 16, tx = device::thread() % 16;
+  DEVICE int row(int r) const { return ty + 16 * r; }
+  DEVICE int column(int c) const { return tx + 16 * c; }
+};
+
+template <class T>
+using SimtValues = T[4][4];
+
+template <class T>
+DEVICE void clear(SimtValues<T>& x) {
+  for (auto& row : x)
+    for (T& e : row) e = 0;
+}
+
+// Sum and maximum over the sixteen threads that hold a row.
+template <class T>
+DEVICE T row_sum(T x) {
+  for (int n = 8; n > 0; n /= 2) x += device::shuffle_xor(x, n);
+  return x;
+}
+template <class T>
+DEVICE T row_max(T x) {
+  for (int n = 8; n > 0; n /= 2) {
+    const T other = device::shuffle_xor(x, n);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
+// A block's shared memory: two slices of operands, a tile of weights, and the tile's bits.
+template <class T>
+struct SimtMemory {
+  static constexpr int kDepth = 32,
+                       kStride = kSimtTile + 1;  // one more, against bank conflicts
+  static constexpr int kSlice = kDepth * kStride * int(sizeof(T)), kWeights = kSimtTile * kStride * int(sizeof(T));
+  static constexpr int kWords = kSimtTile / 32, kBits = kSimtTile * kWords * 4;
+  static constexpr int kBytes = 2 * kSlice + kWeights + 2 * kBits;
+
+  device::Shared<T> a = device::shared<T>(0), b = device::shared<T>(kSlice);  // [kDepth, kStride]
+  device::Shared<T> weights = device::shared<T>(2 * kSlice);                  // [query, key] at kStride
+  device::Shared<uint32_t> visible = device::shared<uint32_t>(2 * kSlice + kWeights);
+  device::Shared<uint32_t> kept = device::shared<uint32_t>(2 * kSlice + kWeights + kBits);  // [query, kWords]
+
+  static DEVICE bool bit(const device::Shared<uint32_t>& bits, int query, int key) {
+    return bits[query * kWords + key / 32] >> (key % 32) & 1;
+  }
+};
+
+// Where an element of a slice comes from, and where it goes.
+struct Place {
+  int row;
+  Index column;
+  int to;
+};
+
+template <class T, class PlaceOf>
+DEVICE void stage(const Rows& from, PlaceOf&& place_of, const device::Shared<T>& to) {
+  with_stored<T>(from.of->element, [&]<class E>(E*) {
+    for (int n = device::thread(); n < SimtMemory<T>::kDepth * kSimtTile; n += kSimtThreads) {
+      const Place place = place_of(n);
+      to[place.to] = convert<T>(from.at<E>(place.row, place.column));
+    }
+  });
+}
+
+// Calls f for 0 .. count - 1, at most Depth; a loop of fixed length unrolls.
+template <int Depth, class F>
+DEVICE void each_slice(Index count, F&& f) {
+  if (count < Depth) {
+    for (int n = 0; n < int(count); ++n) f(n);
+    return;
+  }
+#pragma unroll 8
+  for (int n = 0; n < Depth; ++n) f(n);
+}
+
+// acc[r][c] += sum_d a(row, d) b(column, d)
+template <class T>
+DEVICE void multiply_rows(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows& a, const Rows& b, Index depth) {
+  constexpr int kDepth = SimtMemory<T>::kDepth, kStride = SimtMemory<T>::kStride;
+  const SimtThread t;
+  for (Index first = 0; first < depth; first += kDepth) {
+    device::sync_threads();
+    stage(a, [&](int n) { return Place{n / kDepth, first + n % kDepth, n % kDepth * kStride + n / kDepth}; }, m.a);
+    stage(b, [&](int n) { return Place{n / kDepth, first + n % kDepth, n % kDepth * kStride + n / kDepth}; }, m.b);
+    device::sync_threads();
+    each_slice<kDepth>(depth - first, [&](int d) {
+      T x[4], y[4];
+      for (int r = 0; r < 4; ++r) x[r] = m.a[d * kStride + t.row(r)], y[r] = m.b[d * kStride + t.column(r)];
+      for (int r = 0; r < 4; ++r)
+        for (int c = 0; c < 4; ++c) acc[r][c] += x[r] * y[c];
+    });
+  }
+}
+
+// acc[r][c] += sum_n weights(row, n) x(n, first + column), or, Transposed, sum_n weights(n, row) x(n, first + column).
+// Hidden places may hold anything, and 0 times it is NaN: where some are, only visible pairs are multiplied.
+template <bool Transposed, class T>
+DEVICE void multiply_columns(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows& x, Index first, bool some) {
+  constexpr int kDepth = SimtMemory<T>::kDepth, kStride = SimtMemory<T>::kStride;
+  const SimtThread t;
+  const int rows = x.count < kSimtTile ? int(x.count) : kSimtTile;
+  for (int from = 0; from < rows; from += kDepth) {
+    device::sync_threads();
+    stage(
+        x,
+        [&](int n) {
+          return Place{from + n / kSimtTile, first + n % kSimtTile, n / kSimtTile * kStride + n % kSimtTile};
+        },
+        m.b);
+    device::sync_threads();
+    const auto add = [&]<bool Some>(int n) {
+      T y[4];
+      for (int c = 0; c < 4; ++c) y[c] = m.b[n * kStride + t.column(c)];
+      for (int r = 0; r < 4; ++r) {
+        const int query = Transposed ? from + n : t.row(r), key = Transposed ? t.row(r) : from + n;
+        if (Some && !m.bit(m.visible, query, key)) continue;
+        const T w = m.weights[query * kStride + key];
+        for (int c = 0; c < 4; ++c) acc[r][c] += w * y[c];
+      }
+    };
+    if (some)
+      each_slice<kDepth>(rows - from, [&](int n) { add.template operator()<true>(n); });
+    else
+      each_slice<kDepth>(rows - from, [&](int n) { add.template operator()<false>(n); });
+  }
+}
+
+// One tile of the score matrix as a thread holds it.
+template <class T>
+struct SimtScores {
+  Index query, key;  // the tile's first row and key
+  bool some;         // the bits say what is visible
+  SimtValues<T> s, slope;
+
+  DEVICE bool sees(const SimtMemory<T>& m, int r, int c) const {
+    const SimtThread t;
+    return !some || m.bit(m.visible, t.row(r), t.column(c));
+  }
+  DEVICE bool keeps(const SimtMemory<T>& m, int r, int c) const {
+    const SimtThread t;
+    return m.bit(m.kept, t.row(r), t.column(c));
+  }
+
+  // Scores in log2 units, minus infinity where hidden, and the slope of the softcap. Every pass computes them here.
+  DEVICE void compute(const SimtMemory<T>& m, const Site& site, Index first_query, Index first_key, bool whole) {
+    const Problem& p = site.of;
+    query = first_query, key = first_key, some = !whole;
+    device::sync_threads();  // the last tile's readers are done
+    if (some)
+      fill_bits<kSimtThreads>(m.visible, kSimtTile, kSimtTile,
+                              [&](int i, int j) { return site.visible(query + i, key + j); });
+    if (const DropoutStream stream = site.dropout(); p.dropout.on())
+      fill_bits<kSimtThreads>(m.kept, kSimtTile, kSimtTile,
+                              [&](int i, int j) { return kept_bits(stream, query + i, key + j); });
+    device::sync_threads();
+    clear(s);
+    multiply_rows(s, m, site.q(query), site.k(key), p.width);
+    const SimtThread t;
+    for (int r = 0; r < 4; ++r)
+      for (int c = 0; c < 4; ++c)
+        finish(s[r][c], slope[r][c], sees(m, r, c), site, query + t.row(r), key + t.column(c));
+  }
+
+ private:
+  static DEVICE void finish(T& s, T& slope, bool visible, const Site& site, Index i, Index j) {
+    const Problem& p = site.of;
+    slope = T(visible);
+    if (!visible) {
+      s = -kInfinity<T>;
+      return;
+    }
+    if (p.softcap > 0) {
+      const T x = device::tanh(s * T(p.scale / p.softcap));
+      slope = T(1) - x * x;
+      s = x * T(p.softcap * kLog2e<double>);
+    } else {
+      s *= T(p.scale * kLog2e<double>);
+    }
+    if (p.bias.defined()) s += in_log2_units(load_element<T>(p.bias, site.bias_offset(i, j)));
+  }
+};
+
+// Calls f(score tile) for the tiles of some queries that have a visible key.
+template <class T, class F>
+DEVICE void each_key_tile(const SimtMemory<T>& m, const Site& site, Index query, F&& f) {
+  const auto cover = [&](int n) { return site.cover(query, kSimtTile, Index(n) * kSimtTile, kSimtTile); };
+  SimtScores<T> tile;
+  const int count = int((site.of.keys + kSimtTile - 1) / kSimtTile);
+  for (VisibleTiles tiles(count, cover); !tiles.done(); tiles.next()) {
+    tile.compute(m, site, query, Index(tiles.tile()) * kSimtTile, tiles.whole());
+    f(tile);
+  }
+}
+
+// Calls f(score tile) for the tiles of some keys that have a query which sees one.
+template <class T, class F>
+DEVICE void each_query_tile(const SimtMemory<T>& m, const Site& site, Index key, F&& f) {
+  const auto cover = [&](int n) { return site.cover(Index(n) * kSimtTile, kSimtTile, key, kSimtTile); };
+  SimtScores<T> tile;
+  const int count = int((site.of.queries + kSimtTile - 1) / kSimtTile);
+  for (VisibleTiles tiles(count, cover); !tiles.done(); tiles.next()) {
+    tile.compute(m, site, Index(tiles.tile()) * kSimtTile, key, tiles.whole());
+    f(tile);
+  }
+}
+
+}  // namespace attention_ops

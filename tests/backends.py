@@ -1,0 +1,63 @@
+"""Where the operators run: on the processor, on the model of a GPU that runs the CUDA kernels there, on a GPU."""
+
+import contextlib
+import fcntl
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import attention_ops
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BACKENDS = ("cpu", "cuda-model", "cuda")
+HAS_GPU = torch.cuda.is_available() and not attention_ops.build_info()["cuda"].startswith("not built")
+
+
+@functools.cache
+def model():
+    """The model's operators; its library is built where it is not up to date."""
+    folder = ROOT / "build" / f"gpu_model-{torch.__version__}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may run tests
+        jobs = f"-j{os.environ.get('MAX_JOBS', '2')}"
+        command = ["make", "-s", jobs, "-C", ROOT / "tests" / "gpu_model", f"BUILD={folder}", f"PY={sys.executable}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    torch.ops.load_library(folder / "libgpu_model.so")
+    return torch.ops.attention_ops_gpu_model
+
+
+@contextlib.contextmanager
+def on_model(lanes: int = 0, blocks: int = 0, seed: int = 1, late_copies: bool = True) -> Iterator[None]:
+    """CPU tensors go through the CUDA kernels; what the model finds is an error."""
+    ops = model()
+    ops.set_options(lanes, blocks, seed, late_copies)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Overriding a previously registered kernel.*")
+        ops.use(True)
+    try:
+        yield
+    finally:
+        ops.use(False)
+        findings = ops.take_findings()
+    assert not findings, "\n".join(findings)
+
+
+@contextlib.contextmanager
+def running_on(backend: str) -> Iterator[str]:
+    """Gives the device of the tensors."""
+    if backend == "cuda-model":
+        with on_model():
+            yield "cpu"
+        return
+    if backend == "cuda" and not HAS_GPU:
+        pytest.skip(f"no GPU, or kernels for it {attention_ops.build_info()['cuda']}")
+    yield backend

@@ -1,0 +1,42 @@
+// Puts the CUDA kernels, run by the model, in the place of the CPU's for as long as a test asks for it.
+#include <torch/library.h>
+
+#include <memory>
+
+#include "cuda/operators.h"
+#include "model.h"
+#include "plants.h"
+
+namespace attention_ops {
+namespace {
+
+void use(bool on) {
+  static std::unique_ptr<torch::Library> library;
+  library.reset();
+  if (!on) return;
+  library = std::make_unique<torch::Library>(torch::Library::IMPL, "attention_ops", c10::DispatchKey::CPU, __FILE__,
+                                             __LINE__);
+  register_operators(*library);
+}
+
+// Schedules: 0 forward, 1 reverse, 2 shuffled.
+void set_options(int64_t lanes, int64_t blocks, int64_t seed, bool late_copies) {
+  gpu_model::options() = {gpu_model::Order(lanes), gpu_model::Order(blocks), static_cast<uint64_t>(seed), late_copies};
+}
+
+std::vector<int64_t> take_counters() {
+  const auto c = std::exchange(gpu_model::counters(), {});
+  return {int64_t(c.multiplications), int64_t(c.barriers), int64_t(c.passes), int64_t(c.fewest_passes)};
+}
+
+TORCH_LIBRARY(attention_ops_gpu_model, m) {
+  m.def("use(bool on) -> ()", use);
+  m.def("set_options(int lanes, int blocks, int seed, bool late_copies) -> ()", set_options);
+  m.def("take_counters() -> int[]", take_counters);
+  m.def("take_findings() -> str[]", gpu_model::take_findings);
+  m.def("plant_names() -> str[]", gpu_model::plant_names);
+  m.def("run_plant(str name, bool right) -> ()", gpu_model::run_plant);
+}
+
+}  // namespace
+}  // namespace attention_ops

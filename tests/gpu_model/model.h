@@ -1,0 +1,61 @@
+// Runs CUDA kernels on the processor, one block at a time, each CUDA thread a fiber, and checks every access. A launch
+// gives the same result for a given schedule. What is found piles up until somebody takes it.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <source_location>
+#include <string>
+#include <vector>
+
+namespace gpu_model {
+
+using Line = std::source_location;  // where in the kernels' source an operation was issued
+
+enum class Order { forward, reverse, shuffled };
+struct Options {
+  Order lanes = Order::forward;  // which thread goes next of those that can
+  Order blocks = Order::forward;
+  uint64_t seed = 1;
+  bool late_copies = true;  // asynchronous copies land when they are waited for, or at once
+};
+
+// Accesses of whole warps: passes over shared memory, and the fewest that would do.
+struct Counters {
+  uint64_t multiplications = 0, barriers = 0, passes = 0, fewest_passes = 0;
+};
+
+Options& options();
+Counters& counters();
+
+// What was found since the last call: one text for each kind and place.
+std::vector<std::string> take_findings();
+void report(const char* kind, Line line, const std::string& text);
+
+// A piece of global memory that kernels may touch. Everything else is out of bounds.
+enum class Access { read, write, update };  // update: holds something before it is written
+void watch(const std::string& name, const void* data, size_t bytes, size_t element, Access access);
+bool is_watched(const void* data);
+// Ends the watch of everything, and reports elements that should have been written and were not.
+void end_watch();
+
+void launch(int64_t blocks, int threads, int shared_bytes, const std::function<void()>& kernel);
+
+// --- called from kernels, through device.h ---
+int thread();
+int64_t block();
+int64_t blocks();
+void sync_threads(Line);
+void sync_warp(Line);
+uint64_t shuffle_xor(uint64_t value, int mask, Line);
+uint32_t ballot(bool x, Line);
+void read_shared(uint32_t address, void* to, int bytes, Line);
+void write_shared(uint32_t address, const void* from, int bytes, Line);
+void copy16(uint32_t to, const void* from, bool valid, Line);
+void commit_copies();
+void wait_for_copies();
+void load_matrices(uint32_t (&r)[4], uint32_t address, bool transposed, Line);
+void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float (*widen)(uint16_t), Line);
+enum class Global { read, write, atomic };
+void check_global(const void* p, int bytes, Global, Line);
+
+}  // namespace gpu_model

@@ -1,0 +1,86 @@
+// What the model knows of the block that runs: its threads, warps, and the history of its shared memory.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+#include "model.h"
+
+namespace gpu_model {
+
+enum class State : uint8_t { ready, in_warp, at_barrier, done };
+
+struct Copy {
+  uint32_t to;
+  const void* from;
+  bool valid;
+  Line line;
+};
+
+struct Lane {
+  Fiber fiber;
+  std::unique_ptr<char[]> stack;
+  int number = 0;
+  State state = State::ready;
+  Line at;
+  std::vector<Copy> open, committed;
+
+  int warp() const { return number / 32; }
+  int lane() const { return number % 32; }
+  std::string name() const { return "thread " + std::to_string(number) + " (warp " + std::to_string(warp()) + ")"; }
+};
+
+// An operation that a whole warp must enter together.
+struct Meeting {
+  const char* what = nullptr;
+  Line line;
+  uint32_t arrived = 0;
+  void* slot[32];
+};
+
+struct Warp {
+  uint32_t present = 0, live = 0, ready = 0;
+  uint32_t epoch = 0;  // counts barriers of this warp
+  Meeting meeting;
+};
+
+// The history of four bytes of shared memory.
+struct Cell {
+  uint32_t write_epoch = 0, write_warp_epoch = 0, read_epoch = 0, read_warp_epoch = 0, readers = 0;
+  int writer = -1, reader = -1;  // reader: -2 where there were several
+  bool written = false, in_flight = false;
+};
+
+struct Block {
+  int64_t blocks, number = 0;
+  uint64_t launch = 0;  // one for each launch of this process
+  int threads, waiting = 0, done = 0;
+  uint32_t epoch = 1;
+  bool aborted = false;
+  uint64_t random = 1;
+  std::vector<std::unique_ptr<Lane>> lanes;
+  std::vector<Warp> warps;
+  std::vector<unsigned char> memory;
+  std::vector<Cell> cells;
+  Lane* now = nullptr;
+  Fiber main;
+  const std::function<void()>* kernel = nullptr;
+
+  Lane& lane(int warp, int lane) { return *lanes[size_t(warp) * 32 + lane]; }
+  Warp& warp() { return warps[now->warp()]; }
+};
+
+extern thread_local Block* current;
+
+std::string place(Line line);
+[[noreturn]] void abort_block();
+void land_copies(Lane& lane);
+bool fits_shared(uint32_t address, int bytes, const Lane& lane, Line line, const char* what);
+void note_read(uint32_t address, int bytes, const Lane& lane, Line line);
+void count_passes(const uint32_t (&addresses)[32], uint32_t lanes, int bytes);
+
+// Waits until every lane of the warp is here, then runs `run(meeting)` once.
+void meet(const char* what, void* slot, Line line, const std::function<void(Meeting&)>& run);
+
+}  // namespace gpu_model
