@@ -107,7 +107,9 @@ def test_the_same_as_with_many_rows(rows, dtype):
     few = attention_ops.attention(**inputs.tensors, **inputs.options)
     inputs.tensors["query"] = inputs.tensors["query"].repeat(1, 1, 20, 1)
     many = attention_ops.attention(**inputs.tensors, **inputs.options)[:, :, : few.size(2)]
-    torch.testing.assert_close(few, many, rtol=2 * torch.finfo(dtype).eps, atol=2e-6)
+    weights_step = 2**-8 if dtype == torch.bfloat16 else 0  # many rows may multiply values with weights of that type
+    atol = 2e-6 + weights_step * inputs.tensors["value"].detach().abs().float().mean().item()
+    torch.testing.assert_close(few, many, rtol=2 * torch.finfo(dtype).eps, atol=atol)
 
 
 @pytest.mark.every_isa
