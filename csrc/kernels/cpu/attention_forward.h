@@ -163,7 +163,7 @@ class AttentionForward {
       for (int n = 0; n < kBlock * kWidth; n += 2 * kWidth)
         for (int v = 0; v < NV * kStep; v += kStep) {
           // Rounded as it is on the other path, not contracted: a row's bits do not depend on its neighbours.
-          const auto exponent = [&](const T* x) { return __builtin_assoc_barrier(load(x) * factor) - m[v / kStep]; };
+          const auto exponent = [&](const T* x) { return uncontracted(load(x) * factor) - m[v / kStep]; };
           const Vec<T> first = exp2<T>(exponent(s + n + v)), second = exp2<T>(exponent(s + n + kWidth + v));
           store_pairs(rounded + n + 2 * v, round_pairs(first, second));
           sum[v / kStep] += first, sum[v / kStep] += second;  // in the order of the other path

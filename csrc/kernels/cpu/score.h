@@ -193,7 +193,7 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
                         {panel.q_t + 2 * lane, 2 * kWidth}, span.keys, NV, p.width);
   for (Index n = first; n < first + span.keys * kWidth; n += kWidth)
     for (int v = 0; v < NV * kStep; v += kStep) {
-      const Vec<T> x = __builtin_assoc_barrier(factor * load(tile.s + n + v));  // never contracted with what comes next
+      const Vec<T> x = uncontracted(factor * load(tile.s + n + v));
       use(bias ? x + load(bias + n + v) : x, n + v, v / kStep);
     }
 }

@@ -94,6 +94,21 @@ inline V fma(V a, V b, V c) {
   return a * b + c;
 }
 
+// x as it is: what made it is never contracted with what takes it.
+template <class V>
+inline V uncontracted(V x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__SSE2__)
+  asm("" : "+x"(x));
+#elif defined(__ARM_NEON)
+  asm("" : "+w"(x));
+#else
+  asm("" : "+m"(x));
+#endif
+  return x;
+}
+
 // The larger; b where either is NaN.
 template <class V>
 inline V max(V a, V b) {
