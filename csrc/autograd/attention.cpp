@@ -19,15 +19,53 @@ struct ForwardFormula : AttentionFormula {
   }
 };
 
+// The gradient of the gradients: along what arrives for them.
+struct BackwardFormula : AttentionFormula {
+  static constexpr auto name = "AttentionOpsAttentionDoubleBackward";
+
+  variable_list operator()(const variable_list& grads, const variable_list& saved,
+                           const std::vector<bool>& needed) const {
+    const Restored r(saved, constants);
+    const auto [query, key, value, bias, sinks, out, lse] = double_backward().call(
+        r.attention, r.extra[0], r.extra[1], optional(r.extra[2]), optional(r.extra[3]), optional(grads[0]),
+        optional(grads[1]), optional(grads[2]), optional(grads[3]), optional(grads[4]), {}, {}, first<7>(needed));
+    return keep({query, key, value, bias, sinks, out, lse}, needed);
+  }
+};
+
+// The gradient of the tangents: of the inputs along the tangents, and of these by `backward`, since jvp is linear.
+struct JvpFormula : AttentionFormula {
+  static constexpr auto name = "AttentionOpsAttentionJvpBackward";
+
+  variable_list operator()(const variable_list& grads, const variable_list& saved,
+                           const std::vector<bool>& needed) const {
+    const Restored r(saved, constants);
+    const OptionalTensor grad_out = optional(grads[0]), grad_lse = optional(grads[1]);
+    const std::array<bool, 7> inputs{needed[0], needed[1], needed[2], needed[3], needed[4], false, false};
+    const auto [query, key, value, bias, sinks, out, lse] = double_backward().call(
+        r.attention, r.extra[0], r.extra[1], grad_out, grad_lse, optional(r.extra[2]), optional(r.extra[3]),
+        optional(r.extra[4]), optional(r.extra[5]), optional(r.extra[6]), {}, {}, inputs);
+    const std::array<bool, 5> tangents{needed[5], needed[6], needed[7], needed[8], needed[9]};
+    const auto [query_t, key_t, value_t, bias_t, sinks_t] =
+        backward().call(r.attention, r.extra[0], r.extra[1], grad_out, grad_lse, tangents);
+    return keep({query, key, value, bias, sinks, query_t, key_t, value_t, bias_t, sinks_t}, needed);
+  }
+};
+
 Pair forward_autograd(c10::DispatchKeySet keys, const Attention& a) {
-  refuse_forward_mode("_attention_forward", a.query, a.key, a.value, a.bias, a.sinks);
   const auto node = record<ForwardFormula>(a, a.query, a.key, a.value, a.bias, a.sinks);
   auto [out, lse] = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     return forward().redispatch(keys & c10::after_autograd_keyset, a);
   }();
+  if (node) attach(node, {out, lse});
+  if (any_has_tangent(a.query, a.key, a.value, a.bias, a.sinks)) {
+    const Primals p(a);
+    const auto [out_t, lse_t] = jvp().call(p.view(), out, lse, tangent(a.query), tangent(a.key), tangent(a.value),
+                                           tangent(a.bias), tangent(a.sinks));
+    set_tangents({out, lse}, {out_t, lse_t});
+  }
   if (node) {
-    attach(node, {out, lse});
     node->save(out, /*is_output=*/true);
     node->save(lse, true);
     announce(node);
@@ -38,19 +76,68 @@ Pair forward_autograd(c10::DispatchKeySet keys, const Attention& a) {
 // out and lse are caches of the forward: no derivative goes through them.
 Five backward_autograd(c10::DispatchKeySet keys, const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse,
                        std::array<bool, 5> needed) {
-  refuse_forward_mode("_attention_backward", a.query, a.key, a.value, a.bias, a.sinks, grad_out, grad_lse);
+  const auto node = record<BackwardFormula>(a, a.query, a.key, a.value, a.bias, a.sinks, grad_out, grad_lse);
+  if (node)
+    for (const auto& x : {out, lse, defined_or_not(grad_out), defined_or_not(grad_lse)}) node->save(x);
   auto [query, key, value, bias, sinks] = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     return backward().redispatch(keys & c10::after_autograd_keyset, a, out, lse, grad_out, grad_lse, needed);
   }();
-  refuse_backward("_attention_backward", {query, key, value, bias, sinks}, a.query, a.key, a.value, a.bias, a.sinks,
-                  grad_out, grad_lse);
+  if (node) attach(node, {query, key, value, bias, sinks});
+  if (any_has_tangent(a.query, a.key, a.value, a.bias, a.sinks, grad_out, grad_lse)) {
+    const Primals p(a);
+    const auto [query_t, key_t, value_t, bias_t, sinks_t, out_t, lse_t] = double_backward().call(
+        p.view(), primal(out), primal(lse), primal(grad_out), primal(grad_lse), tangent(a.query), tangent(a.key),
+        tangent(a.value), tangent(a.bias), tangent(a.sinks), tangent(grad_out), tangent(grad_lse),
+        {needed[0], needed[1], needed[2], needed[3], needed[4], false, false});
+    set_tangents({query, key, value, bias, sinks}, {query_t, key_t, value_t, bias_t, sinks_t});
+  }
+  if (node) announce(node);
   return {query, key, value, bias, sinks};
+}
+
+Pair jvp_autograd(c10::DispatchKeySet keys, const Attention& a, In out, In lse, Opt query_t, Opt key_t, Opt value_t,
+                  Opt bias_t, Opt sinks_t) {
+  refuse_forward_mode("_attention_jvp", a.query, a.key, a.value, a.bias, a.sinks, query_t, key_t, value_t, bias_t,
+                      sinks_t);
+  const auto node =
+      record<JvpFormula>(a, a.query, a.key, a.value, a.bias, a.sinks, query_t, key_t, value_t, bias_t, sinks_t);
+  if (node) {
+    for (const auto& x : {out, lse}) node->save(x);
+    for (const auto& x : {query_t, key_t, value_t, bias_t, sinks_t}) node->save(defined_or_not(x));
+  }
+  auto [out_t, lse_t] = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return jvp().redispatch(keys & c10::after_autograd_keyset, a, out, lse, query_t, key_t, value_t, bias_t, sinks_t);
+  }();
+  if (node) {
+    attach(node, {out_t, lse_t});
+    announce(node);
+  }
+  return {out_t, lse_t};
+}
+
+Seven double_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse,
+                               Opt query_t, Opt key_t, Opt value_t, Opt bias_t, Opt sinks_t, Opt grad_out_t,
+                               Opt grad_lse_t, std::array<bool, 7> needed) {
+  constexpr const char* op = "_attention_double_backward";
+  refuse_forward_mode(op, a.query, a.key, a.value, a.bias, a.sinks, grad_out, grad_lse, query_t, key_t, value_t, bias_t,
+                      sinks_t, grad_out_t, grad_lse_t);
+  auto [query, key, value, bias, sinks, o, l] = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return double_backward().redispatch(keys & c10::after_autograd_keyset, a, out, lse, grad_out, grad_lse, query_t,
+                                        key_t, value_t, bias_t, sinks_t, grad_out_t, grad_lse_t, needed);
+  }();
+  refuse_backward(op, {query, key, value, bias, sinks, o, l}, a.query, a.key, a.value, a.bias, a.sinks, grad_out,
+                  grad_lse, query_t, key_t, value_t, bias_t, sinks_t, grad_out_t, grad_lse_t);
+  return {query, key, value, bias, sinks, o, l};
 }
 
 TORCH_LIBRARY_IMPL(attention_ops, Autograd, m) {
   m.impl("_attention_forward", Flat<forward_autograd>::call);
   m.impl("_attention_backward", Flat<backward_autograd>::call);
+  m.impl("_attention_jvp", Flat<jvp_autograd>::call);
+  m.impl("_attention_double_backward", Flat<double_backward_autograd>::call);
 }
 
 }  // namespace

@@ -15,6 +15,47 @@ inline OptionalTensor optional(In x) {
   return x.defined() ? OptionalTensor(x) : std::nullopt;
 }
 
+// A dual number's two parts. Only level 0 exists.
+inline OptionalTensor tangent(In x) {
+  return x.defined() ? optional(x._fw_grad(0)) : std::nullopt;
+}
+inline OptionalTensor tangent(Opt x) {
+  return x ? tangent(*x) : std::nullopt;
+}
+inline Tensor primal(In x) {
+  return torch::autograd::isFwGradDefined(x) ? x._fw_primal(0) : x;
+}
+inline OptionalTensor primal(Opt x) {
+  return x ? optional(primal(*x)) : std::nullopt;
+}
+
+// The primal parts of a call's arguments.
+class Primals {
+ public:
+  explicit Primals(const Attention& a)
+      : query_(primal(a.query)),
+        key_(primal(a.key)),
+        value_(primal(a.value)),
+        bias_(primal(a.bias)),
+        sinks_(primal(a.sinks)),
+        of_(a) {}
+  Attention view() const {
+    return {query_,   key_,      value_,      bias_,         sinks_,  of_.mask_data,
+            of_.mask, of_.scale, of_.softcap, of_.dropout_p, of_.seed};
+  }
+
+ private:
+  Tensor query_, key_, value_;
+  OptionalTensor bias_, sinks_;
+  const Attention& of_;
+};
+
+inline void set_tangents(std::initializer_list<Tensor> results, std::initializer_list<Tensor> tangents) {
+  for (size_t i = 0; i < results.size(); ++i)
+    if (const Tensor& t = tangents.begin()[i]; t.dim() == results.begin()[i].dim())  // not one that nobody asked for
+      results.begin()[i]._set_fw_grad(t, /*level=*/0, /*is_inplace_op=*/false);
+}
+
 // What every node remembers beside its tensors.
 struct Constants {
   std::string mask;

@@ -3,6 +3,7 @@
 
 #include "cpu/backward.h"
 #include "kernels/cpu/attention_decode.h"
+#include "kernels/cpu/attention_jvp.h"
 
 namespace attention_ops {
 namespace {
@@ -38,28 +39,82 @@ Pair forward_cpu(const Attention& a) {
   });
 }
 
+// The gradients, or their tangents in a direction.
+template <class T, class E>
+Five gradients_of(const Loaded<T, E, E>& loaded, const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse,
+                  std::array<bool, 5> needed, const BackwardTangent<T>* along = nullptr) {
+  Gradients<T, E> grads;
+  if (needed[0]) grads.query = empty_rows<E>(a.query, a.query.sizes());
+  if (needed[1]) grads.key = empty_rows<E>(a.key, a.key.sizes());
+  if (needed[2]) grads.value = empty_rows<E>(a.value, a.value.sizes());
+  if (needed[3] && a.bias) grads.bias = at::empty(a.bias->sizes(), a.bias->options());
+  if (needed[4] && a.sinks) grads.sinks = empty_of<T>(a.query, a.sinks->sizes());
+  const Operand<E> out_rows(out), grad_rows(grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out));
+  const Vector<T> lse_rows(lse), grad_lse_rows(grad_lse);
+  const ValueGradient<T, E> source(loaded.problem.value_width);
+  run_backward<T, E>(loaded.problem, {out_rows.view(), grad_rows.view(), lse_rows.data(), grad_lse_rows.data()}, grads,
+                     source, along);
+  return {finished(grads.query, a.query), finished(grads.key, a.key), finished(grads.value, a.value),
+          finished(grads.bias, a.bias.value_or(a.query)), finished(grads.sinks, a.sinks.value_or(a.query))};
+}
+
 Five backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 5> needed) {
   return in_row_types(a, [&]<class T, class E>() -> Five {
-    const Loaded<T, E, E> loaded(a);
-    Gradients<T, E> grads;
-    if (needed[0]) grads.query = empty_rows<E>(a.query, a.query.sizes());
-    if (needed[1]) grads.key = empty_rows<E>(a.key, a.key.sizes());
-    if (needed[2]) grads.value = empty_rows<E>(a.value, a.value.sizes());
-    if (needed[3] && a.bias) grads.bias = at::empty(a.bias->sizes(), a.bias->options());
-    if (needed[4] && a.sinks) grads.sinks = empty_of<T>(a.query, a.sinks->sizes());
-    const Operand<E> out_rows(out), grad_rows(grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out));
-    const Vector<T> lse_rows(lse), grad_lse_rows(grad_lse);
-    const ValueGradient<T, E> source(loaded.problem.value_width);
-    run_backward<T, E>(loaded.problem, {out_rows.view(), grad_rows.view(), lse_rows.data(), grad_lse_rows.data()},
-                       grads, source);
-    return {finished(grads.query, a.query), finished(grads.key, a.key), finished(grads.value, a.value),
-            finished(grads.bias, a.bias.value_or(a.query)), finished(grads.sinks, a.sinks.value_or(a.query))};
+    return gradients_of<T, E>(Loaded<T, E, E>(a), a, out, lse, grad_out, grad_lse, needed);
+  });
+}
+
+template <class T>
+Pair tangents_of(const Loaded<T>& loaded, const LoadedTangents<T>& along, In out, In lse) {
+  const Problem<T>& p = loaded.problem;
+  const Tensor out_t = empty_rows<T>(out, {p.batch, p.heads, p.queries, p.value_width});
+  const Tensor lse_t = empty_of<T>(lse, lse.sizes());
+  const Operand<T> out_rows(out);
+  const Vector<T> lse_rows(lse);
+  const AttentionJvp<T> kernel(p, along.view,
+                               {out_rows.view(), lse_rows.data(), result_view<T>(out_t), lse_t.mutable_data_ptr<T>()});
+  run_tasks(kernel.tasks(), 2.5 * p.pair_operations(), kernel.scratch_bytes(),
+            [&](Index task, Arena& arena) { kernel.run(task, arena); });
+  return {out_t, lse_t};
+}
+
+Pair jvp_cpu(const Attention& a, In out, In lse, Opt query_t, Opt key_t, Opt value_t, Opt bias_t, Opt sinks_t) {
+  return in_compute_type(a.query, [&]<class T>() -> Pair {
+    const Loaded<T> loaded(a);
+    const LoadedTangents<T> along(query_t, key_t, value_t, bias_t, sinks_t);
+    const auto [out_t, lse_t] = tangents_of(loaded, along, out, lse);
+    return {in_type(out_t, out.scalar_type()), lse_t};
+  });
+}
+
+Seven double_backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, Opt query_t, Opt key_t,
+                          Opt value_t, Opt bias_t, Opt sinks_t, Opt grad_out_t, Opt grad_lse_t,
+                          std::array<bool, 7> needed) {
+  return in_compute_type(a.query, [&]<class T>() -> Seven {
+    const Loaded<T> loaded(a);
+    const LoadedTangents<T> along(query_t, key_t, value_t, bias_t, sinks_t);
+    const auto [out_t, lse_t] = tangents_of(loaded, along, out, lse);
+    const Operand<T> out_t_rows(out_t), grad_t_rows(grad_out_t);
+    const Vector<T> lse_t_rows(lse_t), grad_lse_t_rows(grad_lse_t);
+    const BackwardTangent<T> direction{along.view, out_t_rows.view(), grad_t_rows.view(), lse_t_rows.data(),
+                                       grad_lse_t_rows.data()};
+    const auto [query, key, value, bias, sinks] = gradients_of<T, T>(
+        loaded, a, out, lse, grad_out, grad_lse, {needed[0], needed[1], needed[2], needed[3], needed[4]}, &direction);
+    return {query,
+            key,
+            value,
+            bias,
+            sinks,
+            needed[5] ? in_type(out_t, out.scalar_type()) : nothing(out),
+            needed[6] ? lse_t : nothing(lse)};
   });
 }
 
 TORCH_LIBRARY_IMPL(attention_ops, CPU, m) {
   m.impl("_attention_forward", Flat<forward_cpu>::call);
   m.impl("_attention_backward", Flat<backward_cpu>::call);
+  m.impl("_attention_jvp", Flat<jvp_cpu>::call);
+  m.impl("_attention_double_backward", Flat<double_backward_cpu>::call);
 }
 
 }  // namespace

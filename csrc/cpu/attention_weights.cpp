@@ -73,7 +73,7 @@ Four summaries_backward_cpu(const Attention& a, In lse, In argmax, Opt grad_colu
     const Loaded<T> loaded(a);
     const Vector<T> column_sum(grad_column_sum), entropy(grad_entropy), maximum(grad_maximum);
     const Vector<int64_t> places(argmax);
-    const SummaryGradient<T> source(loaded.problem, {column_sum.data(), entropy.data(), maximum.data(), places.data()});
+    const SummaryGradient<T> source(loaded.problem, places.data(), {column_sum.data(), entropy.data(), maximum.data()});
     return gradients_through<T>(loaded, a, lse, needed, source);
   });
 }

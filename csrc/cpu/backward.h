@@ -28,13 +28,13 @@ struct Gradients {
 
 template <class T, class E>
 void run_backward(const Problem<T, E>& problem, const BackwardInput<T, E>& input, Gradients<T, E>& gradients,
-                  const typename AttentionBackward<T, E>::Source& source) {
+                  const typename AttentionBackward<T, E>::Source& source, const BackwardTangent<T>* along = nullptr) {
   if (problem.batch * problem.heads * problem.queries == 0) return gradients.clear();
-  const AttentionBackward<T, E> kernel(problem, input, gradients.view(), source);
+  const AttentionBackward<T, E> kernel(problem, input, gradients.view(), source, along);
   run_tasks(kernel.pack_tasks(), problem.row_operations(), 0, [&](Index task, Arena&) { kernel.pack(task); });
   run_tasks(kernel.prepare_tasks(), problem.row_operations(), kernel.prepare_bytes(),
             [&](Index task, Arena& arena) { kernel.prepare(task, arena); });
-  run_tasks(kernel.tasks(), 2.5 * problem.pair_operations(), kernel.scratch_bytes(),
+  run_tasks(kernel.tasks(), (along ? 6 : 2.5) * problem.pair_operations(), kernel.scratch_bytes(),
             [&](Index task, Arena& arena) { kernel.run(task, arena); });
   run_tasks(kernel.finish_tasks(), problem.row_operations(), 0, [&](Index task, Arena&) { kernel.finish(task); });
 }

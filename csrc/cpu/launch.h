@@ -4,6 +4,7 @@
 
 #include "kernels/cpu/pairs.h"
 #include "kernels/cpu/problem.h"
+#include "kernels/cpu/tangents.h"
 #include "ops/allocate.h"
 #include "ops/views.h"
 
@@ -34,6 +35,10 @@ class Operand {
   explicit Operand(const Tensor& x) : tensor_(in_type(x, kScalarType<T>)) {
     if (tensor_.size(3) > 1 && tensor_.stride(3) != 1) tensor_ = tensor_.contiguous();
   }
+  // With a null pointer where there is no tensor.
+  explicit Operand(Opt x) {
+    if (x) *this = Operand(*x);
+  }
   // Readable in whole units of rows and columns, with zeros past its own.
   static Operand padded(const Tensor& x) {
     const Index rows = round_up(x.size(2), kRowUnit<T>), columns = round_up(x.size(3), kDepthUnit<T>);
@@ -43,6 +48,7 @@ class Operand {
     return Operand(whole);
   }
   Matrices<const T> view() const {
+    if (!tensor_.defined()) return {};
     return {static_cast<const T*>(tensor_.const_data_ptr()), tensor_.stride(0), tensor_.stride(1), tensor_.stride(2)};
   }
 
@@ -96,6 +102,23 @@ class Loaded {
   Vector<T> sinks_;
   Vector<int64_t> seed_, heads_{std::nullopt}, rows_{std::nullopt};
   MaskArguments mask_;
+};
+
+// The tangents of one call's inputs.
+template <class T>
+class LoadedTangents {
+ public:
+  LoadedTangents(Opt query, Opt key, Opt value, Opt bias, Opt sinks)
+      : query_(query), key_(key), value_(value), sinks_(sinks) {
+    view = {query_.view(), key_.view(), value_.view(), bias ? read_view(*bias) : Tensor4{}, sinks_.data()};
+  }
+  LoadedTangents(const LoadedTangents&) = delete;
+
+  Tangents<T> view;
+
+ private:
+  Operand<T> query_, key_, value_;
+  Vector<T> sinks_;
 };
 
 }  // namespace attention_ops

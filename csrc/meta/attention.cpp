@@ -21,9 +21,23 @@ Five backward_meta(const Attention& a, In, In, Opt, Opt, std::array<bool, 5> nee
   return {wide(0, a.query), wide(1, a.key), wide(2, a.value), plain(3, a.bias), plain(4, a.sinks)};
 }
 
+Pair jvp_meta(const Attention& a, In, In, Opt, Opt, Opt, Opt, Opt) {
+  return forward_meta(a);
+}
+
+Seven double_backward_meta(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, Opt, Opt, Opt, Opt, Opt, Opt,
+                           Opt, std::array<bool, 7> needed) {
+  const auto [query, key, value, bias, sinks] =
+      backward_meta(a, out, lse, grad_out, grad_lse, {needed[0], needed[1], needed[2], needed[3], needed[4]});
+  const auto [out_t, lse_t] = forward_meta(a);
+  return {query, key, value, bias, sinks, needed[5] ? out_t : nothing(out), needed[6] ? lse_t : nothing(lse)};
+}
+
 TORCH_LIBRARY_IMPL(attention_ops, Meta, m) {
   m.impl("_attention_forward", Flat<forward_meta>::call);
   m.impl("_attention_backward", Flat<backward_meta>::call);
+  m.impl("_attention_jvp", Flat<jvp_meta>::call);
+  m.impl("_attention_double_backward", Flat<double_backward_meta>::call);
 }
 
 }  // namespace

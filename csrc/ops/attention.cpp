@@ -54,6 +54,13 @@ TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   define("_attention_backward",
          ", Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, bool[5] needed) -> (Tensor grad_query, "
          "Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_sinks)");
+  const std::string tangents = ", Tensor? query_t, Tensor? key_t, Tensor? value_t, Tensor? bias_t, Tensor? sinks_t";
+  define("_attention_jvp", (", Tensor out, Tensor lse" + tangents + ") -> (Tensor out_t, Tensor lse_t)").c_str());
+  define("_attention_double_backward",
+         (", Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse" + tangents +
+          ", Tensor? grad_out_t, Tensor? grad_lse_t, bool[7] needed) -> (Tensor grad_query_t, Tensor grad_key_t, "
+          "Tensor grad_value_t, Tensor grad_bias_t, Tensor grad_sinks_t, Tensor out_t, Tensor lse_t)")
+             .c_str());
   // For tests: the tiles visited since the last call, and how many queries and keys a tile holds.
   m.def("_visited_tiles() -> int");
   m.def("_tile_shape(int itemsize) -> int[]");

@@ -18,6 +18,7 @@ using Pair = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Seven = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The arguments that every attention primitive starts with, checked and normalised. Borrows: it lives for one call.
 struct Attention {
@@ -92,6 +93,21 @@ inline const auto& forward() {
 // one that is not needed is empty [0]. out and lse are caches of the forward, not inputs of their own.
 inline const auto& backward() {
   static const Primitive<Five, In, In, Opt, Opt, std::array<bool, 5>> op("attention_ops::_attention_backward");
+  return op;
+}
+
+// (out_t, lse_t), the tangents of forward, from out, lse and the tangents of query, key, value, bias, sinks
+inline const auto& jvp() {
+  static const Primitive<Pair, In, In, Opt, Opt, Opt, Opt, Opt> op("attention_ops::_attention_jvp");
+  return op;
+}
+
+// The tangents of backward and forward together, (grad_query_t, grad_key_t, grad_value_t, grad_bias_t, grad_sinks_t,
+// out_t, lse_t), from out, lse, grad_out, grad_lse, the tangents of query, key, value, bias, sinks, grad_out, grad_lse,
+// and which are needed. Second derivatives are symmetric: it is the gradient of `backward` and of `jvp` too.
+inline const auto& double_backward() {
+  static const Primitive<Seven, In, In, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, std::array<bool, 7>> op(
+      "attention_ops::_attention_double_backward");
   return op;
 }
 

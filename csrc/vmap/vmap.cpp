@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 namespace attention_ops {
@@ -105,13 +106,18 @@ struct Mapped {
     return is_given(name) && Kind::innermost(at(name).toTensor()).number == level.number;
   }
   bool gives_gradients() const { return has("needed"); }
+  bool returns(size_t i, std::string_view name) const { return op.schema().returns()[i].name().starts_with(name); }
+  bool gives_grad_sinks() const {
+    constexpr size_t kSinks = 4;  // of the results, and of those that are needed
+    return is_given("sinks") && op.schema().returns().size() > kSinks && returns(kSinks, "grad_sinks") &&
+           at("needed").toBoolList().get(kSinks);
+  }
 
   // What has no batch dimension cannot be folded: sinks, whose gradient would be summed over the samples, and the
   // numbers of heads and rows. The samples are then computed one after another.
   bool needs_loop() const {
-    return !has("query") || is_mapped("sinks") || is_mapped("heads") || is_mapped("rows") ||
-           (is_given("sinks") && op.schema().returns().back().name() == "grad_sinks" &&
-            at("needed").toBoolList().get(4));
+    return !has("query") || is_mapped("sinks") || is_mapped("sinks_t") || is_mapped("heads") || is_mapped("rows") ||
+           gives_grad_sinks();
   }
 };
 
@@ -151,19 +157,19 @@ template <class Kind>
 std::vector<Tensor> fold_into_batch(const Mapped<Kind>& mapped) {
   const Level& level = mapped.level;
   const c10::SymInt B = mapped.at("query").toTensor().sym_size(0);
-  const size_t bias = mapped.position("bias"), masks = mapped.position("mask_data"), seed = mapped.position("seed");
+  const size_t seed = mapped.position("seed");
   const bool sums_batch = mapped.is_given("bias") && mapped.at("bias").toTensor().sym_size(0) != B;
-  const auto is_whole = [&](size_t i) {
-    const auto& name = mapped.op.schema().arguments()[i].name();
-    return name == "sinks" || name == "heads" || name == "rows";
+  const auto is_one_of = [&](size_t i, std::initializer_list<std::string_view> names) {
+    return std::ranges::find(names, mapped.op.schema().arguments()[i].name()) != names.end();
   };
 
   std::vector<IValue> inputs = mapped.inputs;
   map_tensors(inputs, [&](size_t i, const Tensor& x) {
-    if (is_whole(i)) return x;
+    if (is_one_of(i, {"sinks", "sinks_t", "heads", "rows"})) return x;
     // What every sample shares broadcasts as it is, unless its gradient has to come out per sample.
     const bool is_shared = Kind::innermost(x).number != level.number && x.sym_size(0) == 1;
-    if (is_shared && (i == masks || (i == bias && !mapped.gives_gradients()))) return x;
+    if (is_shared && is_one_of(i, {"mask_data"})) return x;
+    if (is_shared && is_one_of(i, {"bias", "bias_t"}) && !mapped.gives_gradients()) return x;
     const Tensor unwrapped = Kind::unwrap(x, level);
     return fold(i == seed && x.dim() == 1 ? number_rows(unwrapped, level.N, B) : unwrapped, level.N, B);
   });
@@ -172,8 +178,7 @@ std::vector<Tensor> fold_into_batch(const Mapped<Kind>& mapped) {
   for (size_t i = 0; i < results.size(); ++i) {
     if (results[i].dim() == 1) continue;  // a gradient that was not asked for
     Tensor split = results[i].unflatten_symint(0, {level.N, B});
-    const bool is_grad_bias = mapped.op.schema().returns()[i].name() == "grad_bias";
-    if (is_grad_bias && sums_batch) split = split.sum(1, /*keepdim=*/true);
+    if (mapped.returns(i, "grad_bias") && sums_batch) split = split.sum(1, /*keepdim=*/true);
     results[i] = Kind::wrap(split, level);
   }
   return results;
@@ -194,9 +199,9 @@ void vmap(const c10::OperatorHandle& op, c10::Stack* stack) {
 
 template <class Kind>
 void register_all(torch::Library& m) {
-  for (const char* name :
-       {"_attention_forward", "_attention_backward", "_attention_weights", "_attention_weights_backward",
-        "_attention_summaries", "_attention_summaries_backward", "_dropout_mask"})
+  for (const char* name : {"_attention_forward", "_attention_backward", "_attention_jvp", "_attention_double_backward",
+                           "_attention_weights", "_attention_weights_backward", "_attention_summaries",
+                           "_attention_summaries_backward", "_dropout_mask"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<vmap<Kind>>());
 }
 

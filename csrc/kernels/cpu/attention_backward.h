@@ -1,6 +1,11 @@
 // Backward, tile by tile from lse: p = exp(s - lse), dp from a source (weight_gradient.h), delta = sum_j p dp -
 // grad_lse, ds = p (dp - delta), then dv += p' do, dk += ds' q, dq += ds k, grad_bias += ds. Three passes: rows are
 // prepared, tiles are accumulated by tasks that own their keys, partial sums are added in a fixed order. No atomics.
+//
+// A second derivative is the tangent of all that (tangents.h), for which the results then stand:
+//   p_dot = p (s_dot - lse_dot),  ds_dot = p_dot (dp - delta) + p (dp_dot - delta_dot),  and with x as in tangents.h
+//   dx = softcap'(x) ds,  dx_dot = softcap'(x) ds_dot + softcap''(x) x_dot ds,
+//   dv_dot += p_dot' do + p' do_dot,  dk_dot += dx_dot' q + dx' q_dot,  dq_dot += dx_dot k + dx k_dot.
 #pragma once
 #include <cmath>
 
@@ -24,11 +29,13 @@ class AttentionBackward {
   using Panels = Panel<T, E>;
   static constexpr int kWidth = Panels::kWidth, kStep = kLanes<T>;
   using Source = WeightGradient<T, E>;
+  static constexpr bool kTwice = std::is_same_v<T, E>;  // whether second derivatives are computed in these types
 
   AttentionBackward(const Problem<T, E>& problem, const BackwardInput<T, E>& input, const BackwardResult<T, E>& result,
-                    const Source& source)
+                    const Source& source, const BackwardTangent<T>* along = nullptr)
       : p_(problem),
         in_(input),
+        along_(along),
         result_(result),
         source_(source),
         plan_(problem, result, Panels::number(problem.queries)),
@@ -36,7 +43,7 @@ class AttentionBackward {
         columns_(problem.k, problem.batch, problem.key_heads, problem.keys, problem.width),
         memory_(shared_bytes()) {
     Pieces pieces(&memory_);
-    shared_.take(pieces, p_, result_, plan_, source_.has_values());
+    shared_.take(pieces, p_, result_, plan_, source_.has_values(), along_);
     if (shared_.bias_sums) bias_.use_sums(shared_.bias_sums);
   }
 
@@ -47,7 +54,7 @@ class AttentionBackward {
   size_t prepare_bytes() const {
     ScoreTile<T> tile;
     Pieces count;
-    tile.take(count, p_, kWidth, /*backward=*/false);
+    tile.take(count, p_, kWidth, /*derivatives=*/false);
     return count.bytes;
   }
   void prepare(Index task, Arena& arena) const;
@@ -64,17 +71,18 @@ class AttentionBackward {
 
  private:
   struct Scratch {
-    T *dp = nullptr, *log2_p = nullptr, *dk = nullptr, *dv = nullptr, *bias = nullptr;
+    T *dp = nullptr, *dp_dot = nullptr, *log2_p = nullptr, *dk = nullptr, *dv = nullptr, *bias = nullptr;
     E* rounded = nullptr;  // p or ds as an operand of products of pairs
     Index visited = 0;
     LaneInt<T>* keep = nullptr;
     ScoreTile<T> tile;
+    TangentTile<T> dot;
   };
   // What a task owns, and the key blocks of the moment: several, so that the rows of a panel serve all of them.
   struct Block {
     Index key;
     int keys;
-    bool finite;  // no NaN or infinity in the rows of key
+    bool finite;  // no NaN or infinity in the rows of key, or of its tangent
     T *dk, *dv;   // [kTileKeys, padded width]
   };
   static constexpr int kBlocks = 4;
@@ -83,12 +91,25 @@ class AttentionBackward {
     int blocks = 0;
     Block block[kBlocks]{};
   };
+  // What one tile sums into the gradients: p into dv with the rows of grad_out, ds into dk and dq with those of query
+  // and key. A second derivative sums two: the moved weights with the rows, and the weights with the moved rows.
+  using Rows = RowPanels<E, kWidth>;
+  struct Term {
+    T *p, *ds;
+    Matrices<const E> q, k, grad_out;
+    const Rows& rows;
+  };
+  struct RowGradient {
+    T delta = 0, delta_dot = 0, lse_dot = 0;
+  };
   int blocks_at_a_time() const { return bias_.on() ? 1 : kBlocks; }  // the bias gathers one block
 
   void take(Scratch& w, Pieces& pieces) const {
     const Index size = Index(kTileKeys) * kWidth;
-    w.tile.take(pieces, p_, kWidth, /*backward=*/true);
+    w.tile.take(pieces, p_, kWidth, /*derivatives=*/true);
     pieces(w.dp, size);
+    if constexpr (kTwice)
+      if (along_) w.dot.take(pieces, p_, along_->of, kWidth, /*second=*/true), pieces(w.dp_dot, size);
     if (kPaired<E>) pieces(w.rounded, size);
     if (source_.needs_log()) pieces(w.log2_p, size);
     if (p_.dropout.on()) pieces(w.keep, size);
@@ -99,7 +120,7 @@ class AttentionBackward {
   size_t shared_bytes() const {
     BackwardShared<T, E, kWidth> shared;
     Pieces count;
-    shared.take(count, p_, result_, plan_, source_.has_values());
+    shared.take(count, p_, result_, plan_, source_.has_values(), along_);
     return count.bytes;
   }
 
@@ -109,12 +130,23 @@ class AttentionBackward {
   Index row_of(Index b, Index h, Index panel) const { return (head(b, h) * plan_.panels + panel) * kWidth; }
   Index dq_width() const { return round_up(p_.width, kRowUnit<E>); }
   T* dq_panel(Index group, Index row) const { return shared_.dq_t + (group * all_rows() + row) * dq_width(); }
-  E* q_panel(Index row) const { return shared_.q_t + row * round_up(p_.width, kDepthUnit<E>); }
-  E* do_panel(Index row) const { return shared_.do_t + row * round_up(p_.value_width, kDepthUnit<E>); }
+  // Null where there are no such rows.
+  E* q_panel(const Rows& rows, Index row) const {
+    return rows.q_t ? rows.q_t + row * round_up(p_.width, kDepthUnit<E>) : nullptr;
+  }
+  E* do_panel(const Rows& rows, Index row) const {
+    return rows.do_t ? rows.do_t + row * round_up(p_.value_width, kDepthUnit<E>) : nullptr;
+  }
   T* row_sums(Index group, Index row) const { return shared_.row_sums + group * all_rows() + row; }
   Index all_rows() const { return p_.batch * p_.heads * plan_.panels * kWidth; }
 
+  bool prepare_rows(const Rows& to, const Matrices<const E>& q, const Matrices<const E>& grad_out,
+                    const Site<T, E>& site, const Panels& panel, Index row) const;
   void pad_rows(E* to, const E* from, Index stride, int rows, Index width) const;
+  RowGradient row_gradient(const Site<T, E>& site, Index i) const;
+  bool is_finite(const Matrices<const E>& keys, Index b, Index hk, const Block& block) const {
+    return all_finite<T>(keys.at(b, hk) + block.key * keys.row_stride, keys.row_stride, block.keys, p_.width);
+  }
   PaddedRows<E> rows_of(const E* padded_rows, const Matrices<const E>& natural, Index b, Index h, Index panel,
                         Index width) const;
   void clear_rows(const Work& work) const;
@@ -122,17 +154,23 @@ class AttentionBackward {
   void run_head(const Work& work, Scratch& w, Index b, Index h) const;
   void run_tile(const Work& work, const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel,
                 Index number) const;
-  void add_tile(const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site, const Panels& panel,
-                Index number) const;
   void compute_weights(const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel, Index row) const;
+  void compute_tangent(const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel, Index row) const;
+  void fill_gradients(const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel, Index row) const;
   void score_gradient(const Scratch& w, Index row, int rows) const;
-  void add_visible(const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site, const Panels& panel,
-                   Index row) const;
+  void through_softcap(const Scratch& w) const;
+  void add_terms(const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site, const Panels& panel,
+                 Index number) const;
+  void add_tile(const Term& term, const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,
+                const Panels& panel, Index number) const;
+  void add_visible(const Term& term, const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,
+                   const Panels& panel, Index row) const;
   template <int NV>
   void add_to_keys(T* out, const Scratch& w, const T* a, const PaddedRows<E>& b, Index width, const Span& span,
                    int rows) const;
   template <int NV>
-  void add_to_queries(T* dq, const Scratch& w, const Site<T, E>& site, Index key, const Span& span) const;
+  void add_to_queries(T* dq, const Scratch& w, const Term& term, const Site<T, E>& site, Index key,
+                      const Span& span) const;
   void add_visible_to_keys(T* out, const T* a, const PaddedRows<E>& b, Index width, const Span& span, int rows,
                            const LaneInt<T>* visible) const;
   void add_visible_to_queries(T* dq, const PaddedRows<E>& k, const T* ds, const Span& span,
@@ -144,6 +182,7 @@ class AttentionBackward {
 
   const Problem<T, E>& p_;
   BackwardInput<T, E> in_;
+  const BackwardTangent<T>* along_;  // null in a first derivative
   BackwardResult<T, E> result_;
   const Source& source_;
   BackwardPlan plan_;
@@ -156,3 +195,4 @@ class AttentionBackward {
 }  // namespace attention_ops
 
 #include "kernels/cpu/attention_backward_passes.h"
+#include "kernels/cpu/attention_backward_tile.h"

@@ -1,4 +1,4 @@
-// The three passes of AttentionBackward: prepare rows, accumulate tiles, add partial sums.
+// The three passes of AttentionBackward: prepare rows, go over the tiles, add partial sums.
 #pragma once
 #include "kernels/cpu/attention_backward.h"
 
@@ -13,47 +13,74 @@ void AttentionBackward<T, E>::pad_rows(E* to, const E* from, Index stride, int r
   }
 }
 
-// First pass, one panel of one head: transposed rows, -delta and lse, the sink's share.
+// One panel of one head; whether all of it is finite.
+template <class T, class E>
+bool AttentionBackward<T, E>::prepare_rows(const Rows& to, const Matrices<const E>& q,
+                                           const Matrices<const E>& grad_out, const Site<T, E>& site,
+                                           const Panels& panel, Index row) const {
+  bool finite = true;
+  const auto take = [&](E* panel_t, E* padded_rows, const Matrices<const E>& from, Index width, T factor) {
+    if (!panel_t) return;
+    const E* rows = from.at(site.b, site.h) + panel.first * from.row_stride;
+    rows_to_panel(panel_t, kWidth, rows, from.row_stride, panel.count, width, factor);
+    if (padded_rows) pad_rows(padded_rows + row * padded(width), rows, from.row_stride, panel.count, width);
+    finite = finite && all_finite<T>(rows, from.row_stride, panel.count, width);
+  };
+  take(q_panel(to, row), to.q_rows, q, p_.width, p_.query_factor());
+  take(do_panel(to, row), to.do_rows, grad_out, p_.value_width, T(1));
+  return finite;
+}
+
+// First pass, one panel of one head: rows as operands, delta and lse, the sink's share.
 template <class T, class E>
 void AttentionBackward<T, E>::prepare(Index task, Arena& arena) const {
-  const Index number = task % plan_.panels, bh = task / plan_.panels, b = bh / p_.heads, h = bh % p_.heads;
+  const Index number = task % plan_.panels, bh = task / plan_.panels;
   [[maybe_unused]] const ProductUnit<E> unit;
+  const Site<T, E> site(p_, bh / p_.heads, bh % p_.heads);
   Panels panel(p_, number);
-  const Index row = row_of(b, h, number), stride = p_.q.row_stride, do_stride = in_.grad_out.row_stride;
-  const E* q = p_.q.at(b, h) + panel.first * stride;
-  rows_to_panel(q_panel(row), kWidth, q, stride, panel.count, p_.width, p_.query_factor());
-  if (shared_.q_rows) pad_rows(shared_.q_rows + row * padded(p_.width), q, stride, panel.count, p_.width);
-  bool finite = all_finite<T>(q, stride, panel.count, p_.width);
-  const E* grad_out = in_.grad_out.data ? in_.grad_out.at(b, h) + panel.first * do_stride : nullptr;
-  if (grad_out) {
-    const Index width = p_.value_width;
-    rows_to_panel(do_panel(row), kWidth, grad_out, do_stride, panel.count, width, T(1));
-    if (shared_.do_rows) pad_rows(shared_.do_rows + row * padded(width), grad_out, do_stride, panel.count, width);
-    finite = finite && all_finite<T>(grad_out, do_stride, panel.count, width);
-  }
+  const Index row = row_of(site.b, site.h, number);
+  bool finite = prepare_rows(shared_.rows, p_.q, in_.grad_out, site, panel, row);
+  if constexpr (kTwice)
+    if (along_ && !prepare_rows(shared_.rows_dot, along_->of.q, along_->grad_out, site, panel, row)) finite = false;
   shared_.finite[task] = finite;
   ScoreTile<T> tile;
   Pieces pieces(&arena);
-  tile.take(pieces, p_, kWidth, /*backward=*/false);
-  panel.q_t = q_panel(row);
-  const Site<T, E> site(p_, b, h);
+  tile.take(pieces, p_, kWidth, /*derivatives=*/false);
+  panel.q_t = q_panel(shared_.rows, row);
   const RowNorm<T> norm{shared_.norm.base + row, shared_.norm.log2_l + row};
   find_row_norm(norm, in_.lse + bh * p_.queries + panel.first, tile, site, panel);
   T sink_sum = 0;
   for (int lane = 0; lane < kWidth; ++lane) {
-    const Index i = panel.first + lane, n = bh * p_.queries + i;
-    T delta = 0;
-    if (lane < panel.count) {
-      const E* out = grad_out ? in_.out.at(b, h) + i * in_.out.row_stride : nullptr;
-      if (grad_out) delta = dot<T>(out, grad_out + lane * do_stride, p_.value_width);
-      if (in_.grad_lse) delta -= in_.grad_lse[n];
-      if (shared_.sink_sums && in_.lse[n] != -kInfinity<T>)
-        sink_sum -= std::exp2(site.sink() - norm.base[lane] - norm.log2_l[lane]) * delta;
-    }
-    shared_.delta[row + lane] = delta;
+    const RowGradient x = lane < panel.count ? row_gradient(site, panel.first + lane) : RowGradient{};
+    shared_.delta[row + lane] = x.delta;
+    if (along_) shared_.delta_dot[row + lane] = x.delta_dot, shared_.lse_dot[row + lane] = x.lse_dot;
+    if (!shared_.sink_sums || lane >= panel.count) continue;
+    const T p = std::exp2(site.sink() - norm.base[lane] - norm.log2_l[lane]);  // of the sink
+    if (p == 0) continue;
+    const T sink_dot = along_ && along_->of.sinks ? along_->of.sinks[site.h] : T(0);
+    sink_sum -= p * (along_ ? (sink_dot - x.lse_dot) * x.delta + x.delta_dot : x.delta);
   }
   if (shared_.sink_sums) shared_.sink_sums[task] = sink_sum;
   if (task == 0) bias_.clear_sums();
+}
+
+// What is subtracted from a row's dp, with the tangents.
+template <class T, class E>
+auto AttentionBackward<T, E>::row_gradient(const Site<T, E>& site, Index i) const -> RowGradient {
+  const Index n = (site.b * p_.heads + site.h) * p_.queries + i;
+  const auto product = [&](const Matrices<const E>& a, const Matrices<const E>& b) {
+    if (!a.data || !b.data) return T(0);
+    return dot<T>(a.at(site.b, site.h) + i * a.row_stride, b.at(site.b, site.h) + i * b.row_stride, p_.value_width);
+  };
+  RowGradient x;
+  x.delta = product(in_.out, in_.grad_out) - (in_.grad_lse ? in_.grad_lse[n] : T(0));
+  if constexpr (kTwice)
+    if (along_) {
+      x.delta_dot = product(in_.out, along_->grad_out) + product(along_->out, in_.grad_out);
+      if (along_->grad_lse) x.delta_dot -= along_->grad_lse[n];
+      if (along_->lse) x.lse_dot = along_->lse[n];
+    }
+  return x;
 }
 
 // Second pass: the key blocks of one group.
@@ -105,7 +132,9 @@ void AttentionBackward<T, E>::run_blocks(Work& work, Scratch& w) const {
       for (Block* x = work.block; x < work.block + work.blocks; ++x) {
         if (x->dk) std::fill_n(x->dk, round_up(x->keys, kRowUnit<E>) * padded(p_.width), T(0));
         if (x->dv) std::fill_n(x->dv, round_up(x->keys, kRowUnit<E>) * padded(p_.value_width), T(0));
-        x->finite = all_finite<T>(p_.k.at(b, hk) + x->key * p_.k.row_stride, p_.k.row_stride, x->keys, p_.width);
+        x->finite = is_finite(p_.k, b, hk, *x);
+        if constexpr (kTwice)
+          if (along_ && along_->of.k.data) x->finite = x->finite && is_finite(along_->of.k, b, hk, *x);
       }
       for (Index h = hk * p_.group(); h < (hk + 1) * p_.group(); ++h) run_head(work, w, b, h);
       for (int n = 0; n < work.blocks; ++n) store_keys(work, work.block[n], b, hk);
@@ -121,201 +150,9 @@ void AttentionBackward<T, E>::run_head(const Work& work, Scratch& w, Index b, In
   const Site<T, E> site(p_, b, h);
   for (Index n = plan_.first_panel(work.query_group); n < plan_.first_panel(work.query_group + 1); ++n) {
     Panels panel(p_, n);
-    panel.q_t = q_panel(row_of(b, h, n));
+    panel.q_t = q_panel(shared_.rows, row_of(b, h, n));
     for (int x = 0; x < work.blocks; ++x) run_tile(work, work.block[x], w, site, panel, n);
   }
-}
-
-template <class T, class E>
-PaddedRows<E> AttentionBackward<T, E>::rows_of(const E* padded_rows, const Matrices<const E>& natural, Index b, Index h,
-                                               Index panel, Index width) const {
-  constexpr int kTogether = kPaired<E> ? 2 : 1;
-  if (padded_rows) return {padded_rows + row_of(b, h, panel) * padded(width), kTogether * padded(width)};
-  return {natural.at(b, h) + panel * kWidth * natural.row_stride, natural.row_stride};
-}
-
-template <class T, class E>
-void AttentionBackward<T, E>::run_tile(const Work& work, const Block& block, Scratch& w, const Site<T, E>& site,
-                                       const Panels& panel, Index number) const {
-  find_cover(w.tile, site, panel, block.key, block.keys);
-  if (w.tile.cover == Cover::none) return;
-  ++w.visited;
-  const Index row = row_of(site.b, site.h, number);
-  compute_weights(block, w, site, panel, row);
-  const PaddedRows<E> v{site.v + block.key * p_.v.row_stride, p_.v.row_stride};
-  source_.fill(w.dp, {site.b, site.h, panel.first, block.key, panel.count, block.keys, v,
-                      shared_.do_t ? do_panel(row) : nullptr, w.log2_p, w.tile});
-  const T kept = T(p_.dropout.scale());
-  if (w.keep) {
-    fill_kept(w.keep, site, panel, block.key, block.keys);
-    apply_kept<T, kWidth>(w.dp, w.tile, w.keep, kept);
-  }
-  score_gradient(w, row, panel.count);
-  if (bias_.on()) bias_.add(w.bias, w.tile, w.dp, site.h, number);
-  if (shared_.row_sums) {
-    T* sums = row_sums(work.key_group, row);
-    each_vector<T, kWidth>(w.tile, [&](Index n, int lane) { store(sums + lane, load(sums + lane) + load(w.dp + n)); });
-  }
-  if (w.tile.slope)
-    each_vector<T, kWidth>(w.tile, [&](Index n, int) { store(w.dp + n, load(w.dp + n) * load(w.tile.slope + n)); });
-  if (w.keep) apply_kept<T, kWidth>(w.tile.s, w.tile, w.keep, kept);
-  add_tile(work, block, w, site, panel, number);
-}
-
-// p = exp(s - lse), in place of s
-template <class T, class E>
-void AttentionBackward<T, E>::compute_weights(const Block& block, Scratch& w, const Site<T, E>& site,
-                                              const Panels& panel, Index row) const {
-  const T *base = shared_.norm.base + row, *log2_l = shared_.norm.log2_l + row;
-  each_span(w.tile, [&](auto vectors, const Span& span) {
-    const auto exponent = [&](Vec<T> s, Index n, int v) {
-      const int lane = (span.vector + v) * kStep;
-      const Vec<T> x = s - load(base + lane) - load(log2_l + lane);
-      if (w.log2_p) store(w.log2_p + n, x);
-      return x;
-    };
-    span_weights<T, vectors>(w.tile, site, panel, block.key, span, exponent, [](Vec<T>, int) {});
-  });
-}
-
-// ds = p (dp - delta), in place of dp; p and ds become 0 where masked or past the last row.
-template <class T, class E>
-void AttentionBackward<T, E>::score_gradient(const Scratch& w, Index row, int rows) const {
-  alignas(kVectorBytes) LaneInt<T> real[kWidth];
-  for (int q = 0; q < kWidth; ++q) real[q] = q < rows ? -1 : 0;
-  const bool all = w.tile.cover == Cover::all, ragged = rows % kStep != 0;
-  each_vector<T, kWidth>(w.tile, [&](Index n, int lane) {
-    const Vec<T> p = load(w.tile.s + n), ds = p * (load(w.dp + n) - load(shared_.delta + row + lane));
-    if (all && !ragged) return store(w.dp + n, ds);
-    const Ints<T> keep = load_lanes<T>(real + lane) & (all ? ~Ints<T>{} : load_lanes<T>(w.tile.visible + n));
-    store(w.dp + n, keep ? ds : Vec<T>{});
-    store(w.tile.s + n, keep ? p : Vec<T>{});
-  });
-}
-
-// What the tile gives to the gradients of key, value and query.
-template <class T, class E>
-void AttentionBackward<T, E>::add_tile(const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,
-                                       const Panels& panel, Index number) const {
-  const Index row = row_of(site.b, site.h, number);
-  // Masked places may hold anything: where a row of the tile is not finite, only visible pairs are multiplied.
-  const bool finite = block.finite && shared_.finite[row / kWidth];
-  if (!finite && (kPaired<E> || w.tile.cover != Cover::all)) {
-    add_visible(work, block, w, site, panel, row);
-    if (!kPaired<E>) return;
-  }
-  const auto grad_rows = rows_of(shared_.do_rows, in_.grad_out, site.b, site.h, number, p_.value_width);
-  const auto query_rows = rows_of(shared_.q_rows, p_.q, site.b, site.h, number, p_.width);
-  each_span(w.tile, [&](auto vectors, const Span& span) {
-    if (block.dv) add_to_keys<vectors>(block.dv, w, w.tile.s, grad_rows, padded(p_.value_width), span, panel.count);
-    if (block.dk) add_to_keys<vectors>(block.dk, w, w.dp, query_rows, padded(p_.width), span, panel.count);
-    if (shared_.dq_t) add_to_queries<vectors>(dq_panel(work.key_group, row), w, site, block.key, span);
-  });
-}
-
-// out[k][:] += sum_q a[k][q] b[q][:]
-template <class T, class E>
-template <int NV>
-void AttentionBackward<T, E>::add_to_keys(T* out, const Scratch& w, const T* a, const PaddedRows<E>& b, Index width,
-                                          const Span& span, int rows) const {
-  const int first = span.vector * kStep, count = std::min(NV * kStep, rows - first);
-  out += span.key * width;
-  if constexpr (kPaired<E>) {
-    const int start = first / kPairDepth * kPairDepth;
-    round_along(w.rounded, a, kWidth, span.key, span.key + span.keys, first, first + NV * kStep);
-    multiply_pairs<true>(out, width, {w.rounded + span.key * kWidth + start, kWidth},
-                         {b.data + start * width, b.stride}, span.keys, width / kStep, first + count - start);
-  } else {
-    const T* from = b.data + first * b.stride;
-    a += Index(span.key) * kWidth + first;
-    each_row_tile<kRegisterVectors>(width / kStep, [&](auto vectors, Index column) {
-      each_row_tile<kTileRows<vectors>>(span.keys, [&](auto tile_rows, Index k) {
-        Accumulators<T, tile_rows, vectors> acc{};
-        multiply_rows<T, tile_rows, vectors>(acc, a + k * kWidth, kWidth, from + column * kStep, b.stride, count);
-        each<T, tile_rows, vectors>(acc, [&](Vec<T>& x, int r, int n) {
-          T* to = out + (k + r) * width + (column + n) * kStep;
-          store(to, load(to) + x);
-        });
-      });
-    });
-  }
-}
-
-// dq[d][:] += sum_k k[k][d] ds[k][:]
-template <class T, class E>
-template <int NV>
-void AttentionBackward<T, E>::add_to_queries(T* dq, const Scratch& w, const Site<T, E>& site, Index key,
-                                             const Span& span) const {
-  const Index lane = span.vector * kStep;
-  dq += lane;
-  if constexpr (kPaired<E>) {
-    const int first = span.key / kPairDepth * kPairDepth;
-    const PaddedRows<E> k = columns_.at(site.b, site.h / p_.group(), key);
-    round_across(w.rounded + 2 * lane, w.dp + lane, kWidth, span.key, span.key + span.keys, NV);
-    multiply_pairs<true>(dq, kWidth, {k.data + first, k.stride}, {w.rounded + first * kWidth + 2 * lane, 2 * kWidth},
-                         p_.width, NV, span.key + span.keys - first);
-  } else {
-    const Index stride = p_.k.row_stride;
-    const T *k = site.k + (key + span.key) * stride, *ds = w.dp + span.key * kWidth + lane;
-    each_row_tile<kTileRows<NV>>(p_.width, [&](auto rows, Index d) {
-      Accumulators<T, rows, NV> acc{};
-      multiply_columns<T, rows, NV>(acc, k + d, stride, ds, kWidth, span.keys);
-      each<T, rows, NV>(acc, [&](Vec<T>& x, int r, int n) {
-        T* to = dq + (d + r) * kWidth + n * kStep;
-        store(to, load(to) + x);
-      });
-    });
-  }
-}
-
-// add_tile without touching what masked places hold; of pairs only what products lack.
-template <class T, class E>
-void AttentionBackward<T, E>::add_visible(const Work& work, const Block& block, const Scratch& w,
-                                          const Site<T, E>& site, const Panels& panel, Index row) const {
-  const Index b = site.b, h = site.h, first = panel.first;
-  const LaneInt<T>* visible = w.tile.cover == Cover::some ? w.tile.visible : nullptr;
-  const PaddedRows<E> k{site.k + block.key * p_.k.row_stride, p_.k.row_stride};
-  for (int n = 0; n < w.tile.number_of_spans; ++n) {
-    const Span& span = w.tile.spans[n];
-    if (block.dv)
-      add_visible_to_keys(block.dv, w.tile.s,
-                          {in_.grad_out.at(b, h) + first * in_.grad_out.row_stride, in_.grad_out.row_stride},
-                          p_.value_width, span, panel.count, visible);
-    if (block.dk)
-      add_visible_to_keys(block.dk, w.dp, {p_.q.at(b, h) + first * p_.q.row_stride, p_.q.row_stride}, p_.width, span,
-                          panel.count, visible);
-    if (shared_.dq_t) add_visible_to_queries(dq_panel(work.key_group, row), k, w.dp, span, visible);
-  }
-}
-
-template <class T, class E>
-void AttentionBackward<T, E>::add_visible_to_keys(T* out, const T* a, const PaddedRows<E>& b, Index width,
-                                                  const Span& span, int rows, const LaneInt<T>* visible) const {
-  const int first = span.vector * kStep, last = std::min(first + span.vectors * kStep, rows);
-  for (int k = span.key; k < span.key + span.keys; ++k)
-    each_piece<T>(width, [&](Index c, int n) {
-      Vec<T> acc{};
-      for (int q = first; q < last; ++q)
-        if (!visible || visible[k * kWidth + q])
-          acc = fma(splat(a[k * kWidth + q]), left_out<T, E>(read_elements<T>(b.data + q * b.stride + c, 1, n)), acc);
-      T* to = out + k * padded(width) + c;
-      store(to, load(to) + acc);
-    });
-}
-
-template <class T, class E>
-void AttentionBackward<T, E>::add_visible_to_queries(T* dq, const PaddedRows<E>& k, const T* ds, const Span& span,
-                                                     const LaneInt<T>* visible) const {
-  for (Index d = 0; d < p_.width; ++d)
-    for (int q = span.vector * kStep; q < (span.vector + span.vectors) * kStep; q += kStep) {
-      Vec<T> acc{};
-      for (int n = span.key; n < span.key + span.keys; ++n) {
-        const Vec<T> x = left_out<T, E>(splat(T(k.data[n * k.stride + d]))),
-                     sum = fma(x, load(ds + n * kWidth + q), acc);
-        acc = (visible ? load_lanes<T>(visible + n * kWidth + q) : ~Ints<T>{}) ? sum : acc;
-      }
-      store(dq + d * kWidth + q, load(dq + d * kWidth + q) + acc);
-    }
 }
 
 // The gradients of one block's keys, to their place or to the partial sums.

@@ -90,7 +90,7 @@ class AttentionDecode {
       pieces(k_block, kBlockKeys * padded(p.width));
       if (p.value_width != padded(p.value_width)) pieces(v, kTileKeys * padded(p.value_width));
       if (p.dropout.on()) pieces(keep, kTileKeys * kStep);
-      tile.take(pieces, p, kStep, /*backward=*/false);
+      tile.take(pieces, p, kStep, /*derivatives=*/false);
     }
   };
   // The softmax so far. A lane holds row (lane % R) of the panel; m is the same in all lanes of a row, l is not.

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "kernels/cpu/key_columns.h"
+#include "kernels/cpu/lane_products.h"
 #include "kernels/cpu/score.h"
 
 namespace attention_ops {
@@ -71,7 +72,7 @@ class AttentionForward {
       pieces(o_t, round_up(p.value_width, kRowUnit<E>) * kWidth);
       pieces(m, kWidth), pieces(l, kWidth), pieces(moves, kWidth);
       if (p.dropout.on()) pieces(keep, Index(kTileKeys) * kWidth);
-      tile.take(pieces, p, kWidth, /*backward=*/false);
+      tile.take(pieces, p, kWidth, /*derivatives=*/false);
     }
   };
 
@@ -102,11 +103,13 @@ class AttentionForward {
       }
       if (p_.dropout.on()) part.drop();
       const E* rows = site.v + (key + span.key) * p_.v.row_stride;
-      if (!clean) part.add_visible_values(rows, p_.v.row_stride, p_.value_width);
+      if (!clean)
+        add_visible_to_lanes<kWidth, vectors>(part.o_t, rows, p_.v.row_stride, part.s, p_.value_width, span.keys,
+                                              part.visible);
       if constexpr (kPaired<E>)
         part.add_columns(values_.at(site.b, site.h / p_.group(), key), w.rounded, rounded, p_.value_width, span);
       else if (clean)
-        part.add_values(rows, p_.v.row_stride, p_.value_width);
+        add_to_lanes<kWidth, vectors>(part.o_t, rows, p_.v.row_stride, part.s, p_.value_width, span.keys);
     });
   }
 
@@ -228,38 +231,13 @@ class AttentionForward {
           store(s + n, load_lanes<T>(keep + n) ? load(s + n) : Vec<T>{});
     }
 
-    // o += p v
-    void add_values(const T* v, Index stride, Index width) const {
-      each_row_tile<kTileRows<NV>>(width, [&](auto rows, Index d) {
-        Accumulators<T, rows, NV> acc;
-        T* o = o_t + d * kWidth;
-        each<T, rows, NV>(acc, [&](Vec<T>& x, int r, int n) { x = load(o + r * kWidth + n * kLanes<T>); });
-        multiply_columns<T, rows, NV>(acc, v + d, stride, s, kWidth, keys);
-        each<T, rows, NV>(acc, [&](Vec<T>& x, int r, int n) { store(o + r * kWidth + n * kLanes<T>, x); });
-      });
-    }
-
-    // The same for pairs; `v` is the tile's columns, and p may be rounded already.
+    // o += p v for pairs; `v` is the tile's columns, and p may be rounded already.
     void add_columns(const PaddedRows<E>& v, E* rounded, bool is_rounded, Index width, const Span& span) const {
       const int lane = span.vector * kLanes<T>, first = span.key / kPairDepth * kPairDepth;
       rounded += 2 * lane;
       if (!is_rounded) round_across(rounded, s - span.key * kWidth, kWidth, span.key, span.key + keys, NV);
       multiply_pairs<true>(o_t, kWidth, {v.data + first, v.stride}, {rounded + first * kWidth, 2 * kWidth}, width, NV,
                            span.key + keys - first);
-    }
-
-    // The same, to the bit, without touching the values that a lane does not see; for pairs, the values that are not
-    // finite, which their panels leave out.
-    void add_visible_values(const E* v, Index stride, Index width) const {
-      for (Index d = 0; d < width; ++d)
-        for (int n = 0; n < NV * kLanes<T>; n += kLanes<T>) {
-          Vec<T> acc = load(o_t + d * kWidth + n);
-          for (int k = 0; k < keys; ++k) {
-            const Vec<T> x = left_out<T, E>(splat(T(v[k * stride + d]))), sum = fma(x, load(s + k * kWidth + n), acc);
-            acc = (visible ? load_lanes<T>(visible + k * kWidth + n) : ~Ints<T>{}) ? sum : acc;
-          }
-          store(o_t + d * kWidth + n, acc);
-        }
     }
   };
 

@@ -16,7 +16,7 @@ class WeightTiles {
   WeightTiles(const Problem<T>& p, const T* lse, Pieces& pieces) : p_(p), lse_(lse) {
     pieces(q_t_, p.width * kWidth);
     pieces(norm_.base, kWidth), pieces(norm_.log2_l, kWidth);
-    tile_.take(pieces, p, kWidth, /*backward=*/false);
+    tile_.take(pieces, p, kWidth, /*derivatives=*/false);
   }
 
   const ScoreTile<T>& tile() const { return tile_; }
@@ -204,28 +204,33 @@ class AttentionSummaries {
   T* sums_;
 };
 
-// d loss / d w given as a tensor, or as the gradient of its mean over heads.
+// d loss / d w given as a tensor, or as the gradient of its mean over heads; and its tangent.
 template <class T>
 class DenseGradient final : public WeightGradient<T> {
   static constexpr int kWidth = Panel<T>::kWidth;
 
  public:
-  DenseGradient(const Tensor4& grad, T factor) : grad_(grad), factor_(factor) {}
-  void fill(T* dp, const GradientTile<T>& t) const override {
-    std::fill_n(dp, Index(t.keys) * kWidth, T(0));
-    with_element(grad_.element, [&]<class E>(E*) {
-      const E* first = static_cast<const E*>(grad_.data) + t.b * grad_.strides[0] + t.h * grad_.strides[1] +
-                       t.row * grad_.strides[2] + t.key * grad_.strides[3];
+  DenseGradient(const Tensor4& grad, T factor, const Tensor4& grad_dot = {})
+      : grad_(grad), grad_dot_(grad_dot), factor_(factor) {}
+  void fill(T* dp, const GradientTile<T>& t) const override { copy(dp, grad_, t); }
+  void fill_tangent(T* dp_dot, const GradientTile<T>& t) const override { copy(dp_dot, grad_dot_, t); }
+
+ private:
+  void copy(T* to, const Tensor4& grad, const GradientTile<T>& t) const {
+    std::fill_n(to, Index(t.keys) * kWidth, T(0));
+    if (!grad.defined()) return;
+    with_element(grad.element, [&]<class E>(E*) {
+      const E* first = static_cast<const E*>(grad.data) + t.b * grad.strides[0] + t.h * grad.strides[1] +
+                       t.row * grad.strides[2] + t.key * grad.strides[3];
       each_vector<T, kWidth>(t.scores, [&](Index n, int lane) {
-        const E* column = first + n / kWidth * grad_.strides[3];
+        const E* column = first + n / kWidth * grad.strides[3];
         for (int q = lane; q < std::min(lane + kLanes<T>, t.rows); ++q)
-          dp[n - lane + q] = factor_ * convert<T>(column[q * grad_.strides[2]]);
+          to[n - lane + q] = factor_ * convert<T>(column[q * grad.strides[2]]);
       });
     });
   }
 
- private:
-  Tensor4 grad_;
+  Tensor4 grad_, grad_dot_;
   T factor_;
 };
 
@@ -233,7 +238,6 @@ class DenseGradient final : public WeightGradient<T> {
 template <class T>
 struct SummaryGradients {
   const T *column_sum = nullptr, *entropy = nullptr, *maximum = nullptr;
-  const int64_t* argmax = nullptr;
 };
 
 template <class T>
@@ -241,27 +245,45 @@ class SummaryGradient final : public WeightGradient<T> {
   static constexpr int kWidth = Panel<T>::kWidth;
 
  public:
-  SummaryGradient(const Problem<T>& p, const SummaryGradients<T>& grads) : p_(p), grads_(grads) {}
-  bool needs_log() const override { return grads_.entropy != nullptr; }
-  void fill(T* dp, const GradientTile<T>& t) const override {
-    const Index bh = t.b * p_.heads + t.h, row = bh * p_.queries + t.row;
+  SummaryGradient(const Problem<T>& p, const int64_t* argmax, const SummaryGradients<T>& grads,
+                  const SummaryGradients<T>& grads_dot = {})
+      : p_(p), argmax_(argmax), grads_(grads), grads_dot_(grads_dot) {}
+  bool needs_log() const override { return grads_.entropy || grads_dot_.entropy; }
+  void fill(T* dp, const GradientTile<T>& t) const override { sum(dp, grads_, t); }
+  void fill_tangent(T* dp_dot, const GradientTile<T>& t) const override {
+    sum(dp_dot, grads_dot_, t);
+    if (!grads_.entropy) return;
+    const T* entropy = grads_.entropy + first_row(t);
+    each_vector<T, kWidth>(t.scores, [&](Index n, int lane) {
+      for (int q = lane; q < std::min(lane + kLanes<T>, t.rows); ++q)
+        if (counts(t.log2_p[n - lane + q])) dp_dot[n - lane + q] -= entropy[q] * t.log_p_dot[n - lane + q];
+    });
+  }
+
+ private:
+  // 0 log 0 = 0, and a weight below the normal numbers is 0.
+  static bool counts(T log2_w) { return !(log2_w < Exp2Constants<T>::low); }
+  Index first_row(const GradientTile<T>& t) const { return (t.b * p_.heads + t.h) * p_.queries + t.row; }
+
+  void sum(T* dp, const SummaryGradients<T>& grads, const GradientTile<T>& t) const {
+    const Index row = first_row(t);
     std::fill_n(dp, Index(t.keys) * kWidth, T(0));
     each_vector<T, kWidth>(t.scores, [&](Index n, int lane) {
       const Index j = t.key + n / kWidth;
       for (int q = lane; q < std::min(lane + kLanes<T>, t.rows); ++q) {
         T& x = dp[n - lane + q];
-        if (grads_.column_sum) x += grads_.column_sum[bh * p_.keys + j];
-        if (grads_.maximum && grads_.argmax[row + q] == j) x += grads_.maximum[row + q];
-        if (!grads_.entropy) continue;
-        const T log2_w = t.log2_p[n - lane + q];  // 0 log 0 = 0, and a weight below the normal numbers is 0
-        x -= grads_.entropy[row + q] * (log2_w < Exp2Constants<T>::low ? 0 : log2_w * kLn2<T> + 1);
+        if (grads.column_sum) x += grads.column_sum[(t.b * p_.heads + t.h) * p_.keys + j];
+        if (grads.maximum && argmax_[row + q] == j) x += grads.maximum[row + q];
+        if (!grads.entropy) continue;
+        const T log2_w = t.log2_p[n - lane + q];
+        x -= grads.entropy[row + q] * (counts(log2_w) ? log2_w * kLn2<T> + 1 : 0);
       }
     });
   }
 
- private:
   const Problem<T>& p_;
-  SummaryGradients<T> grads_;
+  const int64_t* argmax_;
+  SummaryGradients<T> grads_, grads_dot_;
 };
 
 }  // namespace attention_ops

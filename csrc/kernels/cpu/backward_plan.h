@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kernels/cpu/row_norm.h"
+#include "kernels/cpu/tangents.h"
 
 namespace attention_ops {
 
@@ -14,6 +15,15 @@ struct BackwardResult {
   Tensor4 grad_bias;
   T* grad_sinks = nullptr;     // [H]
   T* negative_rows = nullptr;  // [B, H, Lq]: minus the sum of ds over keys
+};
+
+// The direction of a second derivative: tangents of every input of a backward pass, and of what the forward gave. The
+// results are then the tangents of the gradients.
+template <class T>
+struct BackwardTangent {
+  Tangents<T> of;
+  Matrices<const T> out, grad_out;  // [B, H, Lq, Dv]
+  const T *lse = nullptr, *grad_lse = nullptr;
 };
 
 // A task owns the keys of one group, for the queries of one group, of the batches and heads that share its gradients:
@@ -66,35 +76,52 @@ struct BackwardPlan {
   }
 };
 
-// Written by the first pass, read by the second; partial sums written by the second, read by the third.
-template <class T, class E, int Width>
-struct BackwardShared {
+// Rows of query and grad_out, or of their tangents, as operands of products; null where there are none.
+template <class E, int Width>
+struct RowPanels {
   E *q_t = nullptr, *do_t = nullptr;  // [B, H, panels, width, Width]: panels for rows_to_panel
   // [B, H, panels * Width, padded width], where rows are not whole vectors; of bfloat16 always, as pairs of rows
   E *q_rows = nullptr, *do_rows = nullptr;
-  RowNorm<T> norm;                 // [B, H, panels * Width]
-  T* delta = nullptr;              // [B, H, panels * Width]
-  bool* finite = nullptr;          // [B, H, panels]: no NaN or infinity in the rows of query and grad_out
-  T* sink_sums = nullptr;          // [B, H, panels]
-  T* dq_t = nullptr;               // [key groups, B, H, panels, width, Width]
-  T *dk = nullptr, *dv = nullptr;  // [query groups, B, Hkv, Lk, padded width], where there are several
-  T* row_sums = nullptr;           // [key groups, B, H, panels * Width]
-  T* bias_sums = nullptr;          // [key groups, query groups, grad_bias], where it broadcasts over rows or columns
+
+  template <class T>
+  void take(Pieces& pieces, const Problem<T, E>& p, Index rows, bool has_q, bool has_do) {
+    constexpr Index kPad = kLanes<T>;
+    if (has_q) pieces(q_t, rows * round_up(p.width, kDepthUnit<E>));
+    if (has_q && (kPaired<E> || p.width % kPad)) pieces(q_rows, rows * round_up(p.width, kPad));
+    if (has_do) pieces(do_t, rows * round_up(p.value_width, kDepthUnit<E>));
+    if (has_do && (kPaired<E> || p.value_width % kPad)) pieces(do_rows, rows * round_up(p.value_width, kPad));
+  }
+};
+
+// Written by the first pass, read by the second; partial sums written by the second, read by the third.
+template <class T, class E, int Width>
+struct BackwardShared {
+  RowPanels<E, Width> rows, rows_dot;
+  RowNorm<T> norm;                             // [B, H, panels * Width]
+  T* delta = nullptr;                          // [B, H, panels * Width]
+  T *delta_dot = nullptr, *lse_dot = nullptr;  // their tangents, in a second derivative
+  bool* finite = nullptr;                      // [B, H, panels]: no NaN or infinity in the rows of query and grad_out
+  T* sink_sums = nullptr;                      // [B, H, panels]
+  T* dq_t = nullptr;                           // [key groups, B, H, panels, width, Width]
+  T *dk = nullptr, *dv = nullptr;              // [query groups, B, Hkv, Lk, padded width], where there are several
+  T* row_sums = nullptr;                       // [key groups, B, H, panels * Width]
+  T* bias_sums = nullptr;  // [key groups, query groups, grad_bias], where it broadcasts over rows or columns
 
   void take(Pieces& pieces, const Problem<T, E>& p, const BackwardResult<T, E>& r, const BackwardPlan& plan,
-            bool has_values) {
-    const Index heads = p.batch * p.heads, rows = heads * plan.panels * Width, lanes = kLanes<T>;
+            bool has_values, const BackwardTangent<T>* along) {
+    const Index heads = p.batch * p.heads, count = heads * plan.panels * Width, lanes = kLanes<T>;
     const Index key_rows = plan.query_groups * p.batch * p.key_heads * p.keys;
-    pieces(q_t, rows * round_up(p.width, kDepthUnit<E>));
-    if (kPaired<E> || p.width % lanes) pieces(q_rows, rows * round_up(p.width, lanes));
-    if (has_values) pieces(do_t, rows * round_up(p.value_width, kDepthUnit<E>));
-    if (has_values && (kPaired<E> || p.value_width % lanes)) pieces(do_rows, rows * round_up(p.value_width, lanes));
-    pieces(norm.base, rows), pieces(norm.log2_l, rows), pieces(delta, rows), pieces(finite, heads * plan.panels);
+    rows.take(pieces, p, count, true, has_values);
+    if (along) {
+      rows_dot.take(pieces, p, count, along->of.q.data, along->grad_out.data);
+      pieces(delta_dot, count), pieces(lse_dot, count);
+    }
+    pieces(norm.base, count), pieces(norm.log2_l, count), pieces(delta, count), pieces(finite, heads * plan.panels);
     if (r.grad_sinks) pieces(sink_sums, heads * plan.panels);
-    if (r.grad_query.data) pieces(dq_t, plan.key_groups * rows * round_up(p.width, kRowUnit<E>));
+    if (r.grad_query.data) pieces(dq_t, plan.key_groups * count * round_up(p.width, kRowUnit<E>));
     if (plan.query_groups > 1 && r.grad_key.data) pieces(dk, key_rows * round_up(p.width, lanes));
     if (plan.query_groups > 1 && r.grad_value.data) pieces(dv, key_rows * round_up(p.value_width, lanes));
-    if (r.negative_rows) pieces(row_sums, plan.key_groups * rows);
+    if (r.negative_rows) pieces(row_sums, plan.key_groups * count);
     if (bias_broadcasts(r)) pieces(bias_sums, plan.key_groups * plan.query_groups * bias_size(r));
   }
 

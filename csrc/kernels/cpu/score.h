@@ -18,7 +18,7 @@ template <class T>
 struct ScoreTile {
   T* s = nullptr;
   T* bias = nullptr;              // where the problem has one
-  T* slope = nullptr;             // d softcap(x) / dx, for backward passes of problems with a softcap
+  T* tanh = nullptr;              // of products / softcap, for derivatives; 0 where masked
   LaneInt<T>* visible = nullptr;  // valid within the spans where the tile's cover is `some`
   LaneInt<T>* spare = nullptr;
   Cover cover = Cover::none;
@@ -26,14 +26,14 @@ struct ScoreTile {
   Span spans[kTileKeys / kSpanKeys];
 
   template <class E>
-  void take(Pieces& pieces, const Problem<T, E>& p, int width, bool backward) {
+  void take(Pieces& pieces, const Problem<T, E>& p, int width, bool derivatives) {
     const Index size = Index(kTileKeys) * width;
     const int operands = p.mask.spec->depth();
     pieces(s, size);
     if (operands > 0 || p.bias.defined()) pieces(visible, size);
     if (operands > 1) pieces(spare, size * (operands - 1));
     if (p.bias.defined()) pieces(bias, size);
-    if (backward && p.softcap > 0) pieces(slope, size);
+    if (derivatives && p.softcap > 0) pieces(tanh, size);
   }
 };
 
@@ -64,15 +64,15 @@ Vec<T> scaled_bias(Vec<T> x) {
   return (x >= -limit) & (x <= limit) ? clamped : x;  // infinities and NaN as they are
 }
 
-template <class T, int Width, class E>
-void load_bias(T* out, const Site<T, E>& site, Index row, int rows, Index key, int keys) {
-  const Tensor4& bias = site.of.bias;
-  with_element(bias.element, [&]<class B>(B*) {
-    const B* data = static_cast<const B*>(bias.data) + site.b * bias.strides[0] + site.h * bias.strides[1] +
-                    row * bias.strides[2] + key * bias.strides[3];
+// out[key][query] = map(x) of one batch and head, for the `rows` queries of a panel.
+template <class T, int Width, class Map>
+void load_block(T* out, const Tensor4& x, Index b, Index h, Index row, int rows, Index key, int keys, Map&& map) {
+  with_element(x.element, [&]<class B>(B*) {
+    const B* data =
+        static_cast<const B*>(x.data) + b * x.strides[0] + h * x.strides[1] + row * x.strides[2] + key * x.strides[3];
     transpose_to_lanes(out, Width, Width, keys, [&](int q, Index k, int n) {
-      const B* from = data + std::min(q, rows - 1) * bias.strides[2] + k * bias.strides[3];
-      return scaled_bias<T>(read_elements<T>(from, bias.strides[3], n));
+      const B* from = data + std::min(q, rows - 1) * x.strides[2] + k * x.strides[3];
+      return map(read_elements<T>(from, x.strides[3], n));
     });
   });
 }
@@ -141,7 +141,7 @@ void find_cover(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& p
   if (tile.cover == Cover::some)
     site.mask.template fill<kWidth>(shape, tile.visible, tile.spare, Index(kTileKeys) * kWidth);
   if (tile.cover != Cover::none && site.of.bias.defined()) {
-    load_bias<T, kWidth>(tile.bias, site, panel.first, panel.count, key, keys);
+    load_block<T, kWidth>(tile.bias, site.of.bias, site.b, site.h, panel.first, panel.count, key, keys, scaled_bias<T>);
     hide_infinite_bias<T, kWidth>(tile, keys);
   }
   tile.number_of_spans = 1;
@@ -155,7 +155,7 @@ void apply_softcap(const ScoreTile<T>& tile, const Problem<T, E>& p, const Span&
   each_vector<T, Width>(span, [&](Index n, int) {
     const Vec<T> t = tanh<T>(load(tile.s + n));
     store(tile.s + n, p.bias.defined() ? fma(t, unit, load(tile.bias + n)) : t * unit);
-    if (tile.slope) store(tile.slope + n, splat(T(1)) - t * t);
+    if (tile.tanh) store(tile.tanh + n, t);
   });
 }
 
@@ -208,7 +208,7 @@ void span_scores(const ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T
     each_vector<T, Panel<T, E>::kWidth>(span, [&](Index n, int) {
       const Ints<T> visible = load_lanes<T>(tile.visible + n);
       store(tile.s + n, visible ? load(tile.s + n) : splat(-kInfinity<T>));
-      if (tile.slope) store(tile.slope + n, visible ? load(tile.slope + n) : Vec<T>{});
+      if (tile.tanh) store(tile.tanh + n, visible ? load(tile.tanh + n) : Vec<T>{});
     });
 }
 

@@ -1,0 +1,273 @@
+// One tile of AttentionBackward's second pass: weights, the gradients of scores, and what they add.
+#pragma once
+#include "kernels/cpu/attention_backward.h"
+
+namespace attention_ops {
+
+template <class T, class E>
+PaddedRows<E> AttentionBackward<T, E>::rows_of(const E* padded_rows, const Matrices<const E>& natural, Index b, Index h,
+                                               Index panel, Index width) const {
+  constexpr int kTogether = kPaired<E> ? 2 : 1;
+  if (padded_rows) return {padded_rows + row_of(b, h, panel) * padded(width), kTogether * padded(width)};
+  return {natural.at(b, h) + panel * kWidth * natural.row_stride, natural.row_stride};
+}
+
+template <class T, class E>
+void AttentionBackward<T, E>::run_tile(const Work& work, const Block& block, Scratch& w, const Site<T, E>& site,
+                                       const Panels& panel, Index number) const {
+  find_cover(w.tile, site, panel, block.key, block.keys);
+  if (w.tile.cover == Cover::none) return;
+  ++w.visited;
+  const Index row = row_of(site.b, site.h, number);
+  compute_weights(block, w, site, panel, row);
+  compute_tangent(block, w, site, panel, row);
+  fill_gradients(block, w, site, panel, row);
+  score_gradient(w, row, panel.count);
+  const T* ds = along_ ? w.dp_dot : w.dp;
+  if (bias_.on()) bias_.add(w.bias, w.tile, ds, site.h, number);
+  if (shared_.row_sums) {
+    T* sums = row_sums(work.key_group, row);
+    each_vector<T, kWidth>(w.tile, [&](Index n, int lane) { store(sums + lane, load(sums + lane) + load(ds + n)); });
+  }
+  if (w.tile.tanh) through_softcap(w);
+  if (w.keep) {
+    apply_kept<T, kWidth>(w.tile.s, w.tile, w.keep, T(p_.dropout.scale()));
+    if (along_) apply_kept<T, kWidth>(w.dot.s, w.tile, w.keep, T(p_.dropout.scale()));
+  }
+  add_terms(work, block, w, site, panel, number);
+}
+
+// p = exp(s - lse), in place of s
+template <class T, class E>
+void AttentionBackward<T, E>::compute_weights(const Block& block, Scratch& w, const Site<T, E>& site,
+                                              const Panels& panel, Index row) const {
+  const T *base = shared_.norm.base + row, *log2_l = shared_.norm.log2_l + row;
+  each_span(w.tile, [&](auto vectors, const Span& span) {
+    const auto exponent = [&](Vec<T> s, Index n, int v) {
+      const int lane = (span.vector + v) * kStep;
+      const Vec<T> x = s - load(base + lane) - load(log2_l + lane);
+      if (w.log2_p) store(w.log2_p + n, x);
+      return x;
+    };
+    span_weights<T, vectors>(w.tile, site, panel, block.key, span, exponent, [](Vec<T>, int) {});
+  });
+}
+
+// The tangent of log p: s_dot - lse_dot, in place of s_dot
+template <class T, class E>
+void AttentionBackward<T, E>::compute_tangent(const Block& block, Scratch& w, const Site<T, E>& site,
+                                              const Panels& panel, Index row) const {
+  if constexpr (kTwice) {
+    if (!along_) return;
+    compute_tangents(w.dot, w.tile, site, panel, along_->of, q_panel(shared_.rows_dot, row), block.key, block.keys);
+    each_vector<T, kWidth>(
+        w.tile, [&](Index n, int lane) { store(w.dot.s + n, load(w.dot.s + n) - load(shared_.lse_dot + row + lane)); });
+  }
+}
+
+// dp, and in a second derivative dp_dot, both after dropout
+template <class T, class E>
+void AttentionBackward<T, E>::fill_gradients(const Block& block, Scratch& w, const Site<T, E>& site,
+                                             const Panels& panel, Index row) const {
+  const auto values = [&](const Matrices<const E>& v) {
+    return PaddedRows<E>{v.at(site.b, site.h / p_.group()) + block.key * v.row_stride, v.row_stride};
+  };
+  GradientTile<T, E> at{site.b,      site.h,     panel.first,  block.key,
+                        panel.count, block.keys, values(p_.v), do_panel(shared_.rows, row),
+                        w.log2_p,    w.tile};
+  source_.fill(w.dp, at);
+  if constexpr (kTwice)
+    if (along_) {
+      if (along_->of.v.data) at.v_dot = values(along_->of.v);
+      at.do_dot_t = do_panel(shared_.rows_dot, row);
+      at.log_p_dot = w.dot.s;
+      source_.fill_tangent(w.dp_dot, at);
+    }
+  if (!w.keep) return;
+  fill_kept(w.keep, site, panel, block.key, block.keys);
+  apply_kept<T, kWidth>(w.dp, w.tile, w.keep, T(p_.dropout.scale()));
+  if (along_) apply_kept<T, kWidth>(w.dp_dot, w.tile, w.keep, T(p_.dropout.scale()));
+}
+
+// ds = p (dp - delta), in place of dp, and the tangents of p and ds in place of those of log p and dp. All become 0
+// where masked or past the last row.
+template <class T, class E>
+void AttentionBackward<T, E>::score_gradient(const Scratch& w, Index row, int rows) const {
+  alignas(kVectorBytes) LaneInt<T> real[kWidth];
+  for (int q = 0; q < kWidth; ++q) real[q] = q < rows ? -1 : 0;
+  const bool all = w.tile.cover == Cover::all, ragged = rows % kStep != 0, plain = all && !ragged, twice = along_;
+  const auto put = [&](T* to, Vec<T> x, Index n, int lane) {
+    if (plain) return store(to + n, x);
+    const Ints<T> keep = load_lanes<T>(real + lane) & (all ? ~Ints<T>{} : load_lanes<T>(w.tile.visible + n));
+    store(to + n, keep ? x : Vec<T>{});
+  };
+  each_vector<T, kWidth>(w.tile, [&](Index n, int lane) {
+    const Vec<T> p = load(w.tile.s + n), above = load(w.dp + n) - load(shared_.delta + row + lane);
+    put(w.dp, p * above, n, lane);
+    if (!plain) put(w.tile.s, p, n, lane);
+    if (!twice) return;
+    const Vec<T> p_dot = p * load(w.dot.s + n), above_dot = load(w.dp_dot + n) - load(shared_.delta_dot + row + lane);
+    put(w.dot.s, p_dot, n, lane);
+    put(w.dp_dot, fma(p_dot, above, p * above_dot), n, lane);
+  });
+}
+
+// From the gradient of scores to that of products: dx in place of ds.
+template <class T, class E>
+void AttentionBackward<T, E>::through_softcap(const Scratch& w) const {
+  each_vector<T, kWidth>(w.tile, [&](Index n, int) {
+    const Vec<T> t = load(w.tile.tanh + n), slope = splat(T(1)) - t * t, ds = load(w.dp + n);
+    store(w.dp + n, slope * ds);
+    if (!along_) return;
+    const Vec<T> bend = splat(T(-2)) * t * slope * load(w.dot.x + n);  // the tangent of the slope
+    store(w.dp_dot + n, fma(slope, load(w.dp_dot + n), ds == Vec<T>{} ? Vec<T>{} : bend * ds));
+  });
+}
+
+// What the tile gives to the gradients of key, value and query.
+template <class T, class E>
+void AttentionBackward<T, E>::add_terms(const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,
+                                        const Panels& panel, Index number) const {
+  if constexpr (kTwice)
+    if (along_) {
+      add_tile({w.dot.s, w.dp_dot, p_.q, p_.k, in_.grad_out, shared_.rows}, work, block, w, site, panel, number);
+      const Tangents<T>& along = along_->of;
+      return add_tile({w.tile.s, w.dp, along.q, along.k, along_->grad_out, shared_.rows_dot}, work, block, w, site,
+                      panel, number);
+    }
+  add_tile({w.tile.s, w.dp, p_.q, p_.k, in_.grad_out, shared_.rows}, work, block, w, site, panel, number);
+}
+
+template <class T, class E>
+void AttentionBackward<T, E>::add_tile(const Term& term, const Work& work, const Block& block, const Scratch& w,
+                                       const Site<T, E>& site, const Panels& panel, Index number) const {
+  const Index row = row_of(site.b, site.h, number);
+  // Masked places may hold anything: where a row of the tile is not finite, only visible pairs are multiplied.
+  const bool finite = block.finite && shared_.finite[row / kWidth];
+  if (!finite && (kPaired<E> || w.tile.cover != Cover::all)) {
+    add_visible(term, work, block, w, site, panel, row);
+    if (!kPaired<E>) return;
+  }
+  const auto rows = [&](const E* padded_rows, const Matrices<const E>& natural, Index width) {
+    return rows_of(padded_rows, natural, site.b, site.h, number, width);
+  };
+  each_span(w.tile, [&](auto vectors, const Span& span) {
+    if (block.dv && term.grad_out.data)
+      add_to_keys<vectors>(block.dv, w, term.p, rows(term.rows.do_rows, term.grad_out, p_.value_width),
+                           padded(p_.value_width), span, panel.count);
+    if (block.dk && term.q.data)
+      add_to_keys<vectors>(block.dk, w, term.ds, rows(term.rows.q_rows, term.q, p_.width), padded(p_.width), span,
+                           panel.count);
+    if (shared_.dq_t && term.k.data)
+      add_to_queries<vectors>(dq_panel(work.key_group, row), w, term, site, block.key, span);
+  });
+}
+
+// out[k][:] += sum_q a[k][q] b[q][:]
+template <class T, class E>
+template <int NV>
+void AttentionBackward<T, E>::add_to_keys(T* out, const Scratch& w, const T* a, const PaddedRows<E>& b, Index width,
+                                          const Span& span, int rows) const {
+  const int first = span.vector * kStep, count = std::min(NV * kStep, rows - first);
+  out += span.key * width;
+  if constexpr (kPaired<E>) {
+    const int start = first / kPairDepth * kPairDepth;
+    round_along(w.rounded, a, kWidth, span.key, span.key + span.keys, first, first + NV * kStep);
+    multiply_pairs<true>(out, width, {w.rounded + span.key * kWidth + start, kWidth},
+                         {b.data + start * width, b.stride}, span.keys, width / kStep, first + count - start);
+  } else {
+    const T* from = b.data + first * b.stride;
+    a += Index(span.key) * kWidth + first;
+    each_row_tile<kRegisterVectors>(width / kStep, [&](auto vectors, Index column) {
+      each_row_tile<kTileRows<vectors>>(span.keys, [&](auto tile_rows, Index k) {
+        Accumulators<T, tile_rows, vectors> acc{};
+        multiply_rows<T, tile_rows, vectors>(acc, a + k * kWidth, kWidth, from + column * kStep, b.stride, count);
+        each<T, tile_rows, vectors>(acc, [&](Vec<T>& x, int r, int n) {
+          T* to = out + (k + r) * width + (column + n) * kStep;
+          store(to, load(to) + x);
+        });
+      });
+    });
+  }
+}
+
+// dq[d][:] += sum_k k[k][d] ds[k][:]
+template <class T, class E>
+template <int NV>
+void AttentionBackward<T, E>::add_to_queries(T* dq, const Scratch& w, const Term& term, const Site<T, E>& site,
+                                             Index key, const Span& span) const {
+  const Index lane = span.vector * kStep;
+  dq += lane;
+  if constexpr (kPaired<E>) {
+    const int first = span.key / kPairDepth * kPairDepth;
+    const PaddedRows<E> k = columns_.at(site.b, site.h / p_.group(), key);
+    round_across(w.rounded + 2 * lane, term.ds + lane, kWidth, span.key, span.key + span.keys, NV);
+    multiply_pairs<true>(dq, kWidth, {k.data + first, k.stride}, {w.rounded + first * kWidth + 2 * lane, 2 * kWidth},
+                         p_.width, NV, span.key + span.keys - first);
+  } else {
+    const Index stride = term.k.row_stride;
+    const T* k = term.k.at(site.b, site.h / p_.group()) + (key + span.key) * stride;
+    const T* ds = term.ds + span.key * kWidth + lane;
+    each_row_tile<kTileRows<NV>>(p_.width, [&](auto rows, Index d) {
+      Accumulators<T, rows, NV> acc{};
+      multiply_columns<T, rows, NV>(acc, k + d, stride, ds, kWidth, span.keys);
+      each<T, rows, NV>(acc, [&](Vec<T>& x, int r, int n) {
+        T* to = dq + (d + r) * kWidth + n * kStep;
+        store(to, load(to) + x);
+      });
+    });
+  }
+}
+
+// add_tile without touching what masked places hold; of pairs only what products lack.
+template <class T, class E>
+void AttentionBackward<T, E>::add_visible(const Term& term, const Work& work, const Block& block, const Scratch& w,
+                                          const Site<T, E>& site, const Panels& panel, Index row) const {
+  const LaneInt<T>* visible = w.tile.cover == Cover::some ? w.tile.visible : nullptr;
+  const auto rows = [&](const Matrices<const E>& x, Index head, Index first) {
+    return PaddedRows<E>{x.at(site.b, head) + first * x.row_stride, x.row_stride};
+  };
+  for (int n = 0; n < w.tile.number_of_spans; ++n) {
+    const Span& span = w.tile.spans[n];
+    if (block.dv && term.grad_out.data)
+      add_visible_to_keys(block.dv, term.p, rows(term.grad_out, site.h, panel.first), p_.value_width, span, panel.count,
+                          visible);
+    if (block.dk && term.q.data)
+      add_visible_to_keys(block.dk, term.ds, rows(term.q, site.h, panel.first), p_.width, span, panel.count, visible);
+    if (shared_.dq_t && term.k.data)
+      add_visible_to_queries(dq_panel(work.key_group, row), rows(term.k, site.h / p_.group(), block.key), term.ds, span,
+                             visible);
+  }
+}
+
+template <class T, class E>
+void AttentionBackward<T, E>::add_visible_to_keys(T* out, const T* a, const PaddedRows<E>& b, Index width,
+                                                  const Span& span, int rows, const LaneInt<T>* visible) const {
+  const int first = span.vector * kStep, last = std::min(first + span.vectors * kStep, rows);
+  for (int k = span.key; k < span.key + span.keys; ++k)
+    each_piece<T>(width, [&](Index c, int n) {
+      Vec<T> acc{};
+      for (int q = first; q < last; ++q)
+        if (!visible || visible[k * kWidth + q])
+          acc = fma(splat(a[k * kWidth + q]), left_out<T, E>(read_elements<T>(b.data + q * b.stride + c, 1, n)), acc);
+      T* to = out + k * padded(width) + c;
+      store(to, load(to) + acc);
+    });
+}
+
+template <class T, class E>
+void AttentionBackward<T, E>::add_visible_to_queries(T* dq, const PaddedRows<E>& k, const T* ds, const Span& span,
+                                                     const LaneInt<T>* visible) const {
+  for (Index d = 0; d < p_.width; ++d)
+    for (int q = span.vector * kStep; q < (span.vector + span.vectors) * kStep; q += kStep) {
+      Vec<T> acc{};
+      for (int n = span.key; n < span.key + span.keys; ++n) {
+        const Vec<T> x = left_out<T, E>(splat(T(k.data[n * k.stride + d]))),
+                     sum = fma(x, load(ds + n * kWidth + q), acc);
+        acc = (visible ? load_lanes<T>(visible + n * kWidth + q) : ~Ints<T>{}) ? sum : acc;
+      }
+      store(dq + d * kWidth + q, load(dq + d * kWidth + q) + acc);
+    }
+}
+
+}  // namespace attention_ops
