@@ -215,23 +215,6 @@ def test_the_operator_itself_refuses():
         torch.ops.attention_ops.attention(made["query"], made["key"], made["value"], [])
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_weights"])
-def test_second_derivatives_are_refused_by_name(name):
-    query = torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
-    out = getattr(attention_ops, name)(*[query] * (3 if name == "attention" else 2))
-    (grad,) = torch.autograd.grad(out.pow(2).sum(), query, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"attention_ops::_attention_\w+: expected .*double backward"):
-        grad.sum().backward()
-
-
-@pytest.mark.parametrize("name", ["attention", "attention_weights"])
-def test_forward_mode_is_refused_by_name(name):
-    query = torch.randn(1, 1, 3, 4)
-    count = 3 if name == "attention" else 2
-    with pytest.raises(NotImplementedError, match=r"attention_ops::_attention_\w+: expected .*forward mode"):
-        torch.func.jvp(getattr(attention_ops, name), (query,) * count, (query,) * count)
-
-
 @pytest.mark.parametrize("wrong", [None, 1, "x", [1.0]], ids=repr)
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize(

@@ -47,7 +47,14 @@ def test_opcheck_attention(options):
         (grad_out, None, [True, True, True, rich, rich]),
         (None, torch.randn_like(lse), [False, True, False, rich, False]),
     ):
-        torch.library.opcheck(OPS._attention_backward.default, (*plain(args), out, lse, *grads, needed))
+        backward = (*plain(args), out, lse, *grads)
+        torch.library.opcheck(OPS._attention_backward.default, (*backward, needed))
+        tangents = [torch.randn_like(args[0]), None, torch.randn_like(args[2]), *([torch.randn_like(args[3])] * rich)]
+        tangents += [None] * (5 - len(tangents))
+        moved = [args[0].detach().requires_grad_(options[2]), *plain(args[1:])]
+        torch.library.opcheck(OPS._attention_jvp.default, (*moved, out, lse, *tangents))
+        double = (*backward, *tangents, grads[0], None, [*needed, True, False])
+        torch.library.opcheck(OPS._attention_double_backward.default, double)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -60,8 +67,11 @@ def test_opcheck_weights(options):
     torch.library.opcheck(OPS._attention_weights.default, (*args, lse, *chosen, 5, average))
     grad = torch.randn(2, 5, 7) if average else torch.randn(2, 4, 5, 7)
     needed = [True, True, options[1], True]
-    args = (*plain(args), lse.detach(), *chosen, 5, average, grad, needed)
-    torch.library.opcheck(OPS._attention_weights_backward.default, args)
+    args = (*plain(args), lse.detach(), *chosen, 5, average)
+    torch.library.opcheck(OPS._attention_weights_backward.default, (*args, grad, needed))
+    tangents = (torch.randn_like(args[0]), None, args[3], torch.randn_like(lse))
+    torch.library.opcheck(OPS._attention_weights_jvp.default, (*args, *tangents))
+    torch.library.opcheck(OPS._attention_weights_double_backward.default, (*args, grad, *tangents, grad, needed))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -75,6 +85,10 @@ def test_opcheck_summaries(options):
     for grads in ((torch.randn(2, 4, 7), None, None), (None, torch.randn(2, 4, 5), torch.randn(2, 4, 5))):
         needed = [True, True, options[1], True]
         torch.library.opcheck(OPS._attention_summaries_backward.default, (*args, lse, argmax, *grads, needed))
+        tangents = (None, torch.randn_like(args[1]), args[3], None)
+        torch.library.opcheck(OPS._attention_summaries_jvp.default, (*args, lse, argmax, *tangents))
+        double = (*args, lse, argmax, *grads, *tangents, *grads, needed)
+        torch.library.opcheck(OPS._attention_summaries_double_backward.default, double)
 
 
 @pytest.mark.parametrize("seed", [torch.tensor([3]), torch.tensor([[3, 0], [4, 9]])], ids=str)

@@ -54,10 +54,7 @@ struct JvpFormula : AttentionFormula {
 
 Pair forward_autograd(c10::DispatchKeySet keys, const Attention& a) {
   const auto node = record<ForwardFormula>(a, a.query, a.key, a.value, a.bias, a.sinks);
-  auto [out, lse] = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return forward().redispatch(keys & c10::after_autograd_keyset, a);
-  }();
+  auto [out, lse] = below_autograd([&] { return forward().redispatch(keys & c10::after_autograd_keyset, a); });
   if (node) attach(node, {out, lse});
   if (any_has_tangent(a.query, a.key, a.value, a.bias, a.sinks)) {
     const Primals p(a);
@@ -77,12 +74,10 @@ Pair forward_autograd(c10::DispatchKeySet keys, const Attention& a) {
 Five backward_autograd(c10::DispatchKeySet keys, const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse,
                        std::array<bool, 5> needed) {
   const auto node = record<BackwardFormula>(a, a.query, a.key, a.value, a.bias, a.sinks, grad_out, grad_lse);
-  if (node)
-    for (const auto& x : {out, lse, defined_or_not(grad_out), defined_or_not(grad_lse)}) node->save(x);
-  auto [query, key, value, bias, sinks] = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
+  if (node) save_all(node, out, lse, grad_out, grad_lse);
+  auto [query, key, value, bias, sinks] = below_autograd([&] {
     return backward().redispatch(keys & c10::after_autograd_keyset, a, out, lse, grad_out, grad_lse, needed);
-  }();
+  });
   if (node) attach(node, {query, key, value, bias, sinks});
   if (any_has_tangent(a.query, a.key, a.value, a.bias, a.sinks, grad_out, grad_lse)) {
     const Primals p(a);
@@ -98,18 +93,13 @@ Five backward_autograd(c10::DispatchKeySet keys, const Attention& a, In out, In 
 
 Pair jvp_autograd(c10::DispatchKeySet keys, const Attention& a, In out, In lse, Opt query_t, Opt key_t, Opt value_t,
                   Opt bias_t, Opt sinks_t) {
-  refuse_forward_mode("_attention_jvp", a.query, a.key, a.value, a.bias, a.sinks, query_t, key_t, value_t, bias_t,
-                      sinks_t);
+  refuse_tangents("_attention_jvp", a.query, a.key, a.value, a.bias, a.sinks, query_t, key_t, value_t, bias_t, sinks_t);
   const auto node =
       record<JvpFormula>(a, a.query, a.key, a.value, a.bias, a.sinks, query_t, key_t, value_t, bias_t, sinks_t);
-  if (node) {
-    for (const auto& x : {out, lse}) node->save(x);
-    for (const auto& x : {query_t, key_t, value_t, bias_t, sinks_t}) node->save(defined_or_not(x));
-  }
-  auto [out_t, lse_t] = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
+  if (node) save_all(node, out, lse, query_t, key_t, value_t, bias_t, sinks_t);
+  auto [out_t, lse_t] = below_autograd([&] {
     return jvp().redispatch(keys & c10::after_autograd_keyset, a, out, lse, query_t, key_t, value_t, bias_t, sinks_t);
-  }();
+  });
   if (node) {
     attach(node, {out_t, lse_t});
     announce(node);
@@ -120,17 +110,12 @@ Pair jvp_autograd(c10::DispatchKeySet keys, const Attention& a, In out, In lse, 
 Seven double_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse,
                                Opt query_t, Opt key_t, Opt value_t, Opt bias_t, Opt sinks_t, Opt grad_out_t,
                                Opt grad_lse_t, std::array<bool, 7> needed) {
-  constexpr const char* op = "_attention_double_backward";
-  refuse_forward_mode(op, a.query, a.key, a.value, a.bias, a.sinks, grad_out, grad_lse, query_t, key_t, value_t, bias_t,
-                      sinks_t, grad_out_t, grad_lse_t);
-  auto [query, key, value, bias, sinks, o, l] = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
+  const auto call = [&] {
     return double_backward().redispatch(keys & c10::after_autograd_keyset, a, out, lse, grad_out, grad_lse, query_t,
                                         key_t, value_t, bias_t, sinks_t, grad_out_t, grad_lse_t, needed);
-  }();
-  refuse_backward(op, {query, key, value, bias, sinks, o, l}, a.query, a.key, a.value, a.bias, a.sinks, grad_out,
-                  grad_lse, query_t, key_t, value_t, bias_t, sinks_t, grad_out_t, grad_lse_t);
-  return {query, key, value, bias, sinks, o, l};
+  };
+  return last_derivative("_attention_double_backward", call, a.query, a.key, a.value, a.bias, a.sinks, grad_out,
+                         grad_lse, query_t, key_t, value_t, bias_t, sinks_t, grad_out_t, grad_lse_t);
 }
 
 TORCH_LIBRARY_IMPL(attention_ops, Autograd, m) {

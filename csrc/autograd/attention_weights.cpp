@@ -7,12 +7,18 @@
 namespace attention_ops {
 namespace {
 
-struct WeightsFormula : AttentionFormula {
-  static constexpr auto name = "AttentionOpsWeightsBackward";
+using Needed = std::array<bool, 4>;
+
+// What the nodes of weights have beside the shared arguments: extra tensors lse, heads, rows, and what a node adds.
+struct SelectionFormula : AttentionFormula {
   c10::SymInt queries;
   bool average = false;
 
   void visit(auto&& f) const { AttentionFormula::visit(f), f(queries), f(average); }
+};
+
+struct WeightsFormula : SelectionFormula {
+  static constexpr auto name = "AttentionOpsWeightsBackward";
 
   variable_list operator()(const variable_list& grads, const variable_list& saved,
                            const std::vector<bool>& needed) const {
@@ -24,34 +30,119 @@ struct WeightsFormula : AttentionFormula {
   }
 };
 
+// The gradient of the gradients: along what arrives for them.
+struct WeightsDoubleFormula : SelectionFormula {
+  static constexpr auto name = "AttentionOpsWeightsDoubleBackward";
+
+  variable_list operator()(const variable_list& grads, const variable_list& saved,
+                           const std::vector<bool>& needed) const {
+    const Restored r(saved, constants);
+    const OptionalTensor heads = optional(r.extra[1]), rows = optional(r.extra[2]);
+    const OptionalTensor query_t = optional(grads[0]), key_t = optional(grads[1]), bias_t = optional(grads[2]),
+                         lse_t = optional(grads[3]);
+    const auto [query, key, bias, lse] =
+        weights_double_backward().call(r.attention, r.extra[0], heads, rows, queries, average, r.extra[3], query_t,
+                                       key_t, bias_t, lse_t, {}, first<4>(needed));
+    const Tensor weights_t = needed[4] ? weights_jvp().call(r.attention, r.extra[0], heads, rows, queries, average,
+                                                            query_t, key_t, bias_t, lse_t)
+                                       : Tensor();
+    return keep({query, key, bias, lse, weights_t}, needed);
+  }
+};
+
+// The gradient of the tangents: of the inputs along the tangents, and of these by the backward, since they are linear.
+struct WeightsJvpFormula : SelectionFormula {
+  static constexpr auto name = "AttentionOpsWeightsJvpBackward";
+
+  variable_list operator()(const variable_list& grads, const variable_list& saved,
+                           const std::vector<bool>& needed) const {
+    const Restored r(saved, constants);
+    const OptionalTensor heads = optional(r.extra[1]), rows = optional(r.extra[2]);
+    const auto [query, key, bias, lse] = weights_double_backward().call(
+        r.attention, r.extra[0], heads, rows, queries, average, grads[0], optional(r.extra[3]), optional(r.extra[4]),
+        optional(r.extra[5]), optional(r.extra[6]), {}, first<4>(needed));
+    const auto [query_t, key_t, bias_t, lse_t] = weights_backward().call(
+        r.attention, r.extra[0], heads, rows, queries, average, grads[0], {needed[4], needed[5], needed[6], needed[7]});
+    return keep({query, key, bias, lse, query_t, key_t, bias_t, lse_t}, needed);
+  }
+};
+
+template <class Node>
+void save_selection(const Node& node, const c10::SymInt& queries, bool average, In lse, Opt heads, Opt rows) {
+  node->formula.queries = queries, node->formula.average = average;
+  save_all(node, lse, heads, rows);
+}
+
 Tensor weights_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries,
                         bool average) {
-  refuse_forward_mode("_attention_weights", a.query, a.key, a.bias, lse);
   const auto node = record<WeightsFormula>(a, a.query, a.key, a.bias, lse);
-  Tensor w = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return weights().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries, average);
-  }();
+  Tensor w = below_autograd(
+      [&] { return weights().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries, average); });
+  if (node) attach(node, {w});
+  if (any_has_tangent(a.query, a.key, a.bias, lse)) {
+    const Primals p(a);
+    set_tangents({w}, {weights_jvp().call(p.view(), primal(lse), heads, rows, queries, average, tangent(a.query),
+                                          tangent(a.key), tangent(a.bias), tangent(lse))});
+  }
   if (node) {
-    node->formula.queries = queries, node->formula.average = average;
-    attach(node, {w});
-    for (const auto& x : {lse, defined_or_not(heads), defined_or_not(rows)}) node->save(x);
+    save_selection(node, queries, average, lse, heads, rows);
     announce(node);
   }
   return w;
 }
 
 Four weights_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows,
-                               c10::SymInt queries, bool average, In grad_weights, std::array<bool, 4> needed) {
-  refuse_forward_mode("_attention_weights_backward", a.query, a.key, a.bias, lse, grad_weights);
-  auto [query, key, bias, grad_lse] = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
+                               c10::SymInt queries, bool average, In grad_weights, Needed needed) {
+  const auto node = record<WeightsDoubleFormula>(a, a.query, a.key, a.bias, lse, grad_weights);
+  if (node) {
+    save_selection(node, queries, average, lse, heads, rows);
+    node->save(grad_weights);
+  }
+  auto [query, key, bias, grad_lse] = below_autograd([&] {
     return weights_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries, average,
                                          grad_weights, needed);
-  }();
-  refuse_backward("_attention_weights_backward", {query, key, bias, grad_lse}, a.query, a.key, a.bias, lse,
-                  grad_weights);
+  });
+  if (node) attach(node, {query, key, bias, grad_lse});
+  if (any_has_tangent(a.query, a.key, a.bias, lse, grad_weights)) {
+    const Primals p(a);
+    const auto [query_t, key_t, bias_t, lse_t] = weights_double_backward().call(
+        p.view(), primal(lse), heads, rows, queries, average, primal(grad_weights), tangent(a.query), tangent(a.key),
+        tangent(a.bias), tangent(lse), tangent(grad_weights), needed);
+    set_tangents({query, key, bias, grad_lse}, {query_t, key_t, bias_t, lse_t});
+  }
+  if (node) announce(node);
   return {query, key, bias, grad_lse};
+}
+
+Tensor weights_jvp_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows,
+                            c10::SymInt queries, bool average, Opt query_t, Opt key_t, Opt bias_t, Opt lse_t) {
+  refuse_tangents("_attention_weights_jvp", a.query, a.key, a.bias, lse, query_t, key_t, bias_t, lse_t);
+  const auto node = record<WeightsJvpFormula>(a, a.query, a.key, a.bias, lse, query_t, key_t, bias_t, lse_t);
+  if (node) {
+    save_selection(node, queries, average, lse, heads, rows);
+    save_all(node, query_t, key_t, bias_t, lse_t);
+  }
+  Tensor weights_t = below_autograd([&] {
+    return weights_jvp().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries, average, query_t,
+                                    key_t, bias_t, lse_t);
+  });
+  if (node) {
+    attach(node, {weights_t});
+    announce(node);
+  }
+  return weights_t;
+}
+
+Four weights_double_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows,
+                                      c10::SymInt queries, bool average, In grad_weights, Opt query_t, Opt key_t,
+                                      Opt bias_t, Opt lse_t, Opt grad_weights_t, Needed needed) {
+  const auto call = [&] {
+    return weights_double_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries,
+                                                average, grad_weights, query_t, key_t, bias_t, lse_t, grad_weights_t,
+                                                needed);
+  };
+  return last_derivative("_attention_weights_double_backward", call, a.query, a.key, a.bias, lse, grad_weights, query_t,
+                         key_t, bias_t, lse_t, grad_weights_t);
 }
 
 struct SummariesFormula : AttentionFormula {
@@ -67,42 +158,120 @@ struct SummariesFormula : AttentionFormula {
   }
 };
 
+struct SummariesDoubleFormula : AttentionFormula {
+  static constexpr auto name = "AttentionOpsSummariesDoubleBackward";
+
+  variable_list operator()(const variable_list& grads, const variable_list& saved,
+                           const std::vector<bool>& needed) const {
+    const Restored r(saved, constants);
+    const OptionalTensor query_t = optional(grads[0]), key_t = optional(grads[1]), bias_t = optional(grads[2]),
+                         lse_t = optional(grads[3]);
+    const auto [query, key, bias, lse] = summaries_double_backward().call(
+        r.attention, r.extra[0], r.extra[1], optional(r.extra[2]), optional(r.extra[3]), optional(r.extra[4]), query_t,
+        key_t, bias_t, lse_t, {}, {}, {}, first<4>(needed));
+    Three own;
+    if (needed[4] || needed[5] || needed[6])
+      own = summaries_jvp().call(r.attention, r.extra[0], r.extra[1], query_t, key_t, bias_t, lse_t);
+    return keep({query, key, bias, lse, std::get<0>(own), std::get<1>(own), std::get<2>(own)}, needed);
+  }
+};
+
+struct SummariesJvpFormula : AttentionFormula {
+  static constexpr auto name = "AttentionOpsSummariesJvpBackward";
+
+  variable_list operator()(const variable_list& grads, const variable_list& saved,
+                           const std::vector<bool>& needed) const {
+    const Restored r(saved, constants);
+    const OptionalTensor column_sum = optional(grads[0]), entropy = optional(grads[1]), maximum = optional(grads[2]);
+    const auto [query, key, bias, lse] = summaries_double_backward().call(
+        r.attention, r.extra[0], r.extra[1], column_sum, entropy, maximum, optional(r.extra[2]), optional(r.extra[3]),
+        optional(r.extra[4]), optional(r.extra[5]), {}, {}, {}, first<4>(needed));
+    const auto [query_t, key_t, bias_t, lse_t] =
+        summaries_backward().call(r.attention, r.extra[0], r.extra[1], column_sum, entropy, maximum,
+                                  {needed[4], needed[5], needed[6], needed[7]});
+    return keep({query, key, bias, lse, query_t, key_t, bias_t, lse_t}, needed);
+  }
+};
+
 // argmax is a position, so it has no gradient; the one of maximum goes where it points.
 Four summaries_autograd(c10::DispatchKeySet keys, const Attention& a, In lse) {
-  refuse_forward_mode("_attention_summaries", a.query, a.key, a.bias, lse);
   const auto node = record<SummariesFormula>(a, a.query, a.key, a.bias, lse);
-  auto [column_sum, entropy, maximum, argmax] = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return summaries().redispatch(keys & c10::after_autograd_keyset, a, lse);
-  }();
+  auto [column_sum, entropy, maximum, argmax] =
+      below_autograd([&] { return summaries().redispatch(keys & c10::after_autograd_keyset, a, lse); });
+  if (node) attach(node, {column_sum, entropy, maximum});
+  if (any_has_tangent(a.query, a.key, a.bias, lse)) {
+    const Primals p(a);
+    const auto [column_sum_t, entropy_t, maximum_t] = summaries_jvp().call(
+        p.view(), primal(lse), argmax, tangent(a.query), tangent(a.key), tangent(a.bias), tangent(lse));
+    set_tangents({column_sum, entropy, maximum}, {column_sum_t, entropy_t, maximum_t});
+  }
   if (node) {
-    attach(node, {column_sum, entropy, maximum});
-    node->save(lse);
-    node->save(argmax);
+    save_all(node, lse, argmax);
     announce(node);
   }
   return {column_sum, entropy, maximum, argmax};
 }
 
 Four summaries_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, In argmax, Opt grad_column_sum,
-                                 Opt grad_entropy, Opt grad_maximum, std::array<bool, 4> needed) {
-  constexpr const char* op = "_attention_summaries_backward";
-  refuse_forward_mode(op, a.query, a.key, a.bias, lse, grad_column_sum, grad_entropy, grad_maximum);
-  auto [query, key, bias, grad_lse] = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
+                                 Opt grad_entropy, Opt grad_maximum, Needed needed) {
+  const auto node =
+      record<SummariesDoubleFormula>(a, a.query, a.key, a.bias, lse, grad_column_sum, grad_entropy, grad_maximum);
+  if (node) save_all(node, lse, argmax, grad_column_sum, grad_entropy, grad_maximum);
+  auto [query, key, bias, grad_lse] = below_autograd([&] {
     return summaries_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, argmax, grad_column_sum,
                                            grad_entropy, grad_maximum, needed);
-  }();
-  refuse_backward(op, {query, key, bias, grad_lse}, a.query, a.key, a.bias, lse, grad_column_sum, grad_entropy,
-                  grad_maximum);
+  });
+  if (node) attach(node, {query, key, bias, grad_lse});
+  if (any_has_tangent(a.query, a.key, a.bias, lse, grad_column_sum, grad_entropy, grad_maximum)) {
+    const Primals p(a);
+    const auto [query_t, key_t, bias_t, lse_t] = summaries_double_backward().call(
+        p.view(), primal(lse), argmax, primal(grad_column_sum), primal(grad_entropy), primal(grad_maximum),
+        tangent(a.query), tangent(a.key), tangent(a.bias), tangent(lse), tangent(grad_column_sum),
+        tangent(grad_entropy), tangent(grad_maximum), needed);
+    set_tangents({query, key, bias, grad_lse}, {query_t, key_t, bias_t, lse_t});
+  }
+  if (node) announce(node);
   return {query, key, bias, grad_lse};
+}
+
+Three summaries_jvp_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, In argmax, Opt query_t, Opt key_t,
+                             Opt bias_t, Opt lse_t) {
+  refuse_tangents("_attention_summaries_jvp", a.query, a.key, a.bias, lse, query_t, key_t, bias_t, lse_t);
+  const auto node = record<SummariesJvpFormula>(a, a.query, a.key, a.bias, lse, query_t, key_t, bias_t, lse_t);
+  if (node) save_all(node, lse, argmax, query_t, key_t, bias_t, lse_t);
+  auto [column_sum, entropy, maximum] = below_autograd([&] {
+    return summaries_jvp().redispatch(keys & c10::after_autograd_keyset, a, lse, argmax, query_t, key_t, bias_t, lse_t);
+  });
+  if (node) {
+    attach(node, {column_sum, entropy, maximum});
+    announce(node);
+  }
+  return {column_sum, entropy, maximum};
+}
+
+Four summaries_double_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, In argmax,
+                                        Opt grad_column_sum, Opt grad_entropy, Opt grad_maximum, Opt query_t, Opt key_t,
+                                        Opt bias_t, Opt lse_t, Opt grad_column_sum_t, Opt grad_entropy_t,
+                                        Opt grad_maximum_t, Needed needed) {
+  const auto call = [&] {
+    return summaries_double_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, argmax, grad_column_sum,
+                                                  grad_entropy, grad_maximum, query_t, key_t, bias_t, lse_t,
+                                                  grad_column_sum_t, grad_entropy_t, grad_maximum_t, needed);
+  };
+  return last_derivative("_attention_summaries_double_backward", call, a.query, a.key, a.bias, lse, grad_column_sum,
+                         grad_entropy, grad_maximum, query_t, key_t, bias_t, lse_t, grad_column_sum_t, grad_entropy_t,
+                         grad_maximum_t);
 }
 
 TORCH_LIBRARY_IMPL(attention_ops, Autograd, m) {
   m.impl("_attention_weights", Flat<weights_autograd>::call);
   m.impl("_attention_weights_backward", Flat<weights_backward_autograd>::call);
+  m.impl("_attention_weights_jvp", Flat<weights_jvp_autograd>::call);
+  m.impl("_attention_weights_double_backward", Flat<weights_double_backward_autograd>::call);
   m.impl("_attention_summaries", Flat<summaries_autograd>::call);
   m.impl("_attention_summaries_backward", Flat<summaries_backward_autograd>::call);
+  m.impl("_attention_summaries_jvp", Flat<summaries_jvp_autograd>::call);
+  m.impl("_attention_summaries_double_backward", Flat<summaries_double_backward_autograd>::call);
 }
 
 }  // namespace

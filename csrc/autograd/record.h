@@ -124,9 +124,34 @@ void attach(const Pointer& node, std::initializer_list<Tensor> outputs) {
   for (const auto& x : outputs) torch::autograd::set_history(x, node);
 }
 
-[[noreturn]] inline void refuse(const std::string& op, const char* derivative) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "attention_ops::", op, ": expected no ", derivative,
-                              ", which it does not have; the plain formula in attention_ops.reference gives it");
+inline Tensor plain(In x) {
+  return x;
+}
+inline Tensor plain(Opt x) {
+  return defined_or_not(x);
+}
+
+template <class Node, class... Tensors>
+void save_all(const Node& node, const Tensors&... tensors) {
+  (node->save(plain(tensors)), ...);
+}
+
+// Calls f, which dispatches on, with every derivative already taken care of.
+template <class F>
+auto below_autograd(F&& f) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return f();
+}
+
+[[noreturn]] inline void refuse(const std::string& op, const char* what) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "attention_ops::", op, ": expected ", what,
+                              "; the plain formula in attention_ops.reference has every derivative");
+}
+
+// Forward mode over forward mode, and over second derivatives.
+template <class... Inputs>
+void refuse_tangents(const char* op, const Inputs&... inputs) {
+  if (any_has_tangent(inputs...)) refuse(op, "no tangents (it gives those of forward mode), got some");
 }
 
 // Stands in the graph where a derivative is missing, and says so when it is asked for.
@@ -136,23 +161,22 @@ struct MissingFormula {
 
   void visit(auto&& f) const { f(op); }
   variable_list operator()(const variable_list&, const variable_list&, const std::vector<bool>&) const {
-    refuse(op, "derivative of its gradients (create_graph, double backward)");
+    refuse(op, "derivatives up to the second, got a third");
   }
 };
 
-template <class... Inputs>
-void refuse_forward_mode(const char* op, const Inputs&... inputs) {
-  if (any_has_tangent(inputs...)) refuse(op, "tangents (forward mode)");
-}
-
-template <class... Inputs>
-void refuse_backward(const char* op, std::initializer_list<Tensor> outputs, const Inputs&... inputs) {
-  if (!any_requires_grad(inputs...)) return;
+// Calls an operator that gives second derivatives and has none itself.
+template <class Call, class... Inputs>
+auto last_derivative(const char* op, Call&& call, const Inputs&... inputs) {
+  refuse_tangents(op, inputs...);
+  auto results = below_autograd(call);
+  if (!any_requires_grad(inputs...)) return results;
   const auto node = make_node<FormulaNode<MissingFormula>>();
   node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
   node->formula.op = op;
-  attach(node, outputs);
+  std::apply([&](const auto&... x) { attach(node, {x...}); }, results);
   announce(node);
+  return results;
 }
 
 }  // namespace attention_ops

@@ -8,33 +8,75 @@
 namespace attention_ops {
 namespace {
 
+// The tangents of one call's inputs, lse among them.
+template <class T>
+class LoadedWeightTangents {
+ public:
+  LoadedWeightTangents(Opt query, Opt key, Opt bias, Opt lse)
+      : inputs_(query, key, std::nullopt, bias, std::nullopt), lse_(lse) {}
+  WeightTangents<T> view() const { return {inputs_.view, lse_.data()}; }
+
+ private:
+  LoadedTangents<T> inputs_;
+  Vector<T> lse_;
+};
+
+// The weights, or their tangents in a direction.
+template <class T>
+Tensor weights_of(const Loaded<T>& loaded, const Attention& a, In lse, bool average,
+                  const WeightTangents<T>* along = nullptr) {
+  const Problem<T>& p = loaded.problem;
+  const Tensor out = at::empty({p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.options());
+  const Vector<T> lse_rows(lse);
+  const AttentionWeights<T> kernel(p, lse_rows.data(), result_view4(out), average, along);
+  run_tasks(kernel.tasks(), (along ? 3 : 1) * p.pair_operations(), kernel.scratch_bytes(),
+            [&](Index task, Arena& arena) { kernel.run(task, arena); });
+  return average ? out.squeeze(1) : out;
+}
+
 Tensor weights_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average) {
   return in_compute_type(a.query, [&]<class T>() -> Tensor {
     Loaded<T> loaded(a);
-    const Problem<T>& p = loaded.problem;
     loaded.place(heads, rows, queries.expect_int());
-    const Tensor out = at::empty({p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.options());
-    const Vector<T> lse_rows(lse);
-    const AttentionWeights<T> kernel(p, lse_rows.data(), result_view4(out), average);
-    run_tasks(kernel.tasks(), p.pair_operations(), kernel.scratch_bytes(),
-              [&](Index task, Arena& arena) { kernel.run(task, arena); });
-    return average ? out.squeeze(1) : out;
+    return weights_of(loaded, a, lse, average);
   });
 }
 
-// The shared half of both gradients: what is asked for, the pass, the types.
+Tensor weights_jvp_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average, Opt query_t,
+                       Opt key_t, Opt bias_t, Opt lse_t) {
+  return in_compute_type(a.query, [&]<class T>() -> Tensor {
+    Loaded<T> loaded(a);
+    loaded.place(heads, rows, queries.expect_int());
+    const LoadedWeightTangents<T> tangents(query_t, key_t, bias_t, lse_t);
+    const WeightTangents<T> along = tangents.view();
+    return weights_of(loaded, a, lse, average, &along);
+  });
+}
+
+// The shared half of all gradients, and of their tangents: what is asked for, the pass, the types.
 template <class T>
 Four gradients_through(const Loaded<T>& loaded, const Attention& a, In lse, std::array<bool, 4> needed,
-                       const typename AttentionBackward<T>::Source& source) {
+                       const typename AttentionBackward<T>::Source& source,
+                       const LoadedWeightTangents<T>* tangents = nullptr) {
   Gradients<T> grads;
   if (needed[0]) grads.query = empty_rows<T>(a.query, a.query.sizes());
   if (needed[1]) grads.key = empty_rows<T>(a.key, a.key.sizes());
   if (needed[2] && a.bias) grads.bias = at::empty(a.bias->sizes(), a.bias->options());
   if (needed[3]) grads.lse = empty_of<T>(a.query, lse.sizes());
   const Vector<T> lse_rows(lse);
-  run_backward<T, T>(loaded.problem, {{}, {}, lse_rows.data(), nullptr}, grads, source);
+  BackwardTangent<T> along;
+  if (tangents) along.of = tangents->view().of, along.lse = tangents->view().lse;
+  run_backward<T, T>(loaded.problem, {{}, {}, lse_rows.data(), nullptr}, grads, source, tangents ? &along : nullptr);
   return {finished(grads.query, a.query), finished(grads.key, a.key), finished(grads.bias, a.bias.value_or(a.query)),
           finished(grads.lse, lse)};
+}
+
+Tensor4 view_of_heads(In x, bool average) {
+  return read_view(average ? x.unsqueeze(1) : x);
+}
+template <class T>
+T head_factor(const Attention& a, bool average) {
+  return average ? T(1) / T(std::max<Index>(a.query.size(1), 1)) : T(1);
 }
 
 Four weights_backward_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
@@ -42,39 +84,90 @@ Four weights_backward_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::
   return in_compute_type(a.query, [&]<class T>() -> Four {
     Loaded<T> loaded(a);
     loaded.place(heads, rows, queries.expect_int());
-    const Tensor grad = average ? grad_weights.unsqueeze(1) : grad_weights;
-    const T factor = average ? T(1) / T(std::max<Index>(loaded.problem.heads, 1)) : T(1);
-    const DenseGradient<T> source(read_view(grad), factor);
+    const DenseGradient<T> source(view_of_heads(grad_weights, average), head_factor<T>(a, average));
     return gradients_through<T>(loaded, a, lse, needed, source);
   });
 }
 
+Four weights_double_backward_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
+                                 In grad_weights, Opt query_t, Opt key_t, Opt bias_t, Opt lse_t, Opt grad_weights_t,
+                                 std::array<bool, 4> needed) {
+  return in_compute_type(a.query, [&]<class T>() -> Four {
+    Loaded<T> loaded(a);
+    loaded.place(heads, rows, queries.expect_int());
+    const LoadedWeightTangents<T> tangents(query_t, key_t, bias_t, lse_t);
+    const DenseGradient<T> source(view_of_heads(grad_weights, average), head_factor<T>(a, average),
+                                  grad_weights_t ? view_of_heads(*grad_weights_t, average) : Tensor4{});
+    return gradients_through<T>(loaded, a, lse, needed, source, &tangents);
+  });
+}
+
+// The summaries, or their tangents in a direction.
+template <class T>
+Three summaries_of(const Loaded<T>& loaded, In lse, int64_t* argmax, const WeightTangents<T>* along = nullptr) {
+  const Problem<T>& p = loaded.problem;
+  const Tensor column_sum = empty_of<T>(lse, {p.batch, p.heads, p.keys});
+  const Tensor entropy = empty_of<T>(lse, lse.sizes()), maximum = empty_of<T>(lse, lse.sizes());
+  const Vector<T> lse_rows(lse);
+  const AttentionSummaries<T> kernel(
+      p, lse_rows.data(),
+      {column_sum.mutable_data_ptr<T>(), entropy.mutable_data_ptr<T>(), maximum.mutable_data_ptr<T>(), argmax}, along);
+  run_tasks(kernel.tasks(), (along ? 3 : 1) * p.pair_operations(), kernel.scratch_bytes(),
+            [&](Index task, Arena& arena) { kernel.run(task, arena); });
+  run_tasks(kernel.finish_tasks(), p.row_operations(), 0, [&](Index task, Arena&) { kernel.finish(task); });
+  return {column_sum, entropy, maximum};
+}
+
 Four summaries_cpu(const Attention& a, In lse) {
   return in_compute_type(a.query, [&]<class T>() -> Four {
-    const Loaded<T> loaded(a);
-    const Problem<T>& p = loaded.problem;
-    const Tensor column_sum = empty_of<T>(lse, {p.batch, p.heads, p.keys});
-    const Tensor entropy = empty_of<T>(lse, lse.sizes()), maximum = empty_of<T>(lse, lse.sizes());
     const Tensor argmax = at::empty(lse.sizes(), lse.options().dtype(at::kLong));
-    const Vector<T> lse_rows(lse);
-    const AttentionSummaries<T> kernel(p, lse_rows.data(),
-                                       {column_sum.mutable_data_ptr<T>(), entropy.mutable_data_ptr<T>(),
-                                        maximum.mutable_data_ptr<T>(), argmax.mutable_data_ptr<int64_t>()});
-    run_tasks(kernel.tasks(), p.pair_operations(), kernel.scratch_bytes(),
-              [&](Index task, Arena& arena) { kernel.run(task, arena); });
-    run_tasks(kernel.finish_tasks(), p.row_operations(), 0, [&](Index task, Arena&) { kernel.finish(task); });
+    const auto [column_sum, entropy, maximum] = summaries_of<T>(Loaded<T>(a), lse, argmax.mutable_data_ptr<int64_t>());
     return {column_sum, entropy, maximum, argmax};
   });
 }
+
+Three summaries_jvp_cpu(const Attention& a, In lse, In, Opt query_t, Opt key_t, Opt bias_t, Opt lse_t) {
+  return in_compute_type(a.query, [&]<class T>() -> Three {
+    const LoadedWeightTangents<T> tangents(query_t, key_t, bias_t, lse_t);
+    const WeightTangents<T> along = tangents.view();
+    return summaries_of<T>(Loaded<T>(a), lse, nullptr, &along);
+  });
+}
+
+template <class T>
+class LoadedSummaryGradients {
+ public:
+  LoadedSummaryGradients(Opt column_sum, Opt entropy, Opt maximum)
+      : column_sum_(column_sum), entropy_(entropy), maximum_(maximum) {}
+  SummaryGradients<T> view() const { return {column_sum_.data(), entropy_.data(), maximum_.data()}; }
+
+ private:
+  Vector<T> column_sum_, entropy_, maximum_;
+};
 
 Four summaries_backward_cpu(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
                             Opt grad_maximum, std::array<bool, 4> needed) {
   return in_compute_type(a.query, [&]<class T>() -> Four {
     const Loaded<T> loaded(a);
-    const Vector<T> column_sum(grad_column_sum), entropy(grad_entropy), maximum(grad_maximum);
+    const LoadedSummaryGradients<T> grads(grad_column_sum, grad_entropy, grad_maximum);
     const Vector<int64_t> places(argmax);
-    const SummaryGradient<T> source(loaded.problem, places.data(), {column_sum.data(), entropy.data(), maximum.data()});
+    const SummaryGradient<T> source(loaded.problem, places.data(), grads.view());
     return gradients_through<T>(loaded, a, lse, needed, source);
+  });
+}
+
+Four summaries_double_backward_cpu(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
+                                   Opt grad_maximum, Opt query_t, Opt key_t, Opt bias_t, Opt lse_t,
+                                   Opt grad_column_sum_t, Opt grad_entropy_t, Opt grad_maximum_t,
+                                   std::array<bool, 4> needed) {
+  return in_compute_type(a.query, [&]<class T>() -> Four {
+    const Loaded<T> loaded(a);
+    const LoadedWeightTangents<T> tangents(query_t, key_t, bias_t, lse_t);
+    const LoadedSummaryGradients<T> grads(grad_column_sum, grad_entropy, grad_maximum);
+    const LoadedSummaryGradients<T> grads_t(grad_column_sum_t, grad_entropy_t, grad_maximum_t);
+    const Vector<int64_t> places(argmax);
+    const SummaryGradient<T> source(loaded.problem, places.data(), grads.view(), grads_t.view());
+    return gradients_through<T>(loaded, a, lse, needed, source, &tangents);
   });
 }
 
@@ -83,6 +176,10 @@ TORCH_LIBRARY_IMPL(attention_ops, CPU, m) {
   m.impl("_attention_weights_backward", Flat<weights_backward_cpu>::call);
   m.impl("_attention_summaries", Flat<summaries_cpu>::call);
   m.impl("_attention_summaries_backward", Flat<summaries_backward_cpu>::call);
+  m.impl("_attention_weights_jvp", Flat<weights_jvp_cpu>::call);
+  m.impl("_attention_weights_double_backward", Flat<weights_double_backward_cpu>::call);
+  m.impl("_attention_summaries_jvp", Flat<summaries_jvp_cpu>::call);
+  m.impl("_attention_summaries_double_backward", Flat<summaries_double_backward_cpu>::call);
 }
 
 }  // namespace

@@ -34,11 +34,35 @@ Four summaries_backward_meta(const Attention& a, In lse, In, Opt, Opt, Opt, std:
   return grads(a, lse, needed);
 }
 
+Tensor weights_jvp_meta(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average, Opt, Opt,
+                        Opt, Opt) {
+  return weights_meta(a, lse, heads, rows, queries, average);
+}
+
+Four weights_double_backward_meta(const Attention& a, In lse, Opt, Opt, c10::SymInt, bool, In, Opt, Opt, Opt, Opt, Opt,
+                                  std::array<bool, 4> needed) {
+  return grads(a, lse, needed);
+}
+
+Three summaries_jvp_meta(const Attention& a, In lse, In, Opt, Opt, Opt, Opt) {
+  const auto [column_sum, entropy, maximum, argmax] = summaries_meta(a, lse);
+  return {column_sum, entropy, maximum};
+}
+
+Four summaries_double_backward_meta(const Attention& a, In lse, In, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt,
+                                    std::array<bool, 4> needed) {
+  return grads(a, lse, needed);
+}
+
 TORCH_LIBRARY_IMPL(attention_ops, Meta, m) {
   m.impl("_attention_weights", Flat<weights_meta>::call);
   m.impl("_attention_weights_backward", Flat<weights_backward_meta>::call);
   m.impl("_attention_summaries", Flat<summaries_meta>::call);
   m.impl("_attention_summaries_backward", Flat<summaries_backward_meta>::call);
+  m.impl("_attention_weights_jvp", Flat<weights_jvp_meta>::call);
+  m.impl("_attention_weights_double_backward", Flat<weights_double_backward_meta>::call);
+  m.impl("_attention_summaries_jvp", Flat<summaries_jvp_meta>::call);
+  m.impl("_attention_summaries_double_backward", Flat<summaries_double_backward_meta>::call);
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
       "attention(Tensor query, Tensor key, Tensor value, Tensor[] mask_data, str mask='', Tensor? bias=None, "
       "Tensor? sinks=None, float? scale=None, float? softcap=None, float dropout_p=0., Tensor? seed=None) -> "
       "(Tensor out, Tensor lse)");
-  const auto define = [&](const std::string& name, const char* rest) {
+  const auto define = [&](const std::string& name, const std::string& rest) {
     m.def(torch::schema((name + "(" + kSharedSchema + rest).c_str()), {at::Tag::pt2_compliant_tag});
   };
   define("_attention_forward", ") -> (Tensor out, Tensor lse)");
@@ -55,12 +55,11 @@ TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
          ", Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, bool[5] needed) -> (Tensor grad_query, "
          "Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_sinks)");
   const std::string tangents = ", Tensor? query_t, Tensor? key_t, Tensor? value_t, Tensor? bias_t, Tensor? sinks_t";
-  define("_attention_jvp", (", Tensor out, Tensor lse" + tangents + ") -> (Tensor out_t, Tensor lse_t)").c_str());
+  define("_attention_jvp", ", Tensor out, Tensor lse" + tangents + ") -> (Tensor out_t, Tensor lse_t)");
   define("_attention_double_backward",
-         (", Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse" + tangents +
-          ", Tensor? grad_out_t, Tensor? grad_lse_t, bool[7] needed) -> (Tensor grad_query_t, Tensor grad_key_t, "
-          "Tensor grad_value_t, Tensor grad_bias_t, Tensor grad_sinks_t, Tensor out_t, Tensor lse_t)")
-             .c_str());
+         ", Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse" + tangents +
+             ", Tensor? grad_out_t, Tensor? grad_lse_t, bool[7] needed) -> (Tensor grad_query_t, Tensor grad_key_t, "
+             "Tensor grad_value_t, Tensor grad_bias_t, Tensor grad_sinks_t, Tensor out_t, Tensor lse_t)");
   // For tests: the tiles visited since the last call, and how many queries and keys a tile holds.
   m.def("_visited_tiles() -> int");
   m.def("_tile_shape(int itemsize) -> int[]");

@@ -101,18 +101,28 @@ TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
       "attention_summaries(Tensor query, Tensor key, Tensor[] mask_data, str mask='', Tensor? bias=None, "
       "Tensor? sinks=None, float? scale=None, float? softcap=None) -> (Tensor column_sum, Tensor entropy, Tensor "
       "maximum)");
-  const auto define = [&](const std::string& name, const char* rest) {
+  const auto define = [&](const std::string& name, const std::string& rest) {
     m.def(torch::schema((name + "(" + kSharedSchema + rest).c_str()), {at::Tag::pt2_compliant_tag});
   };
-  define("_attention_weights",
-         ", Tensor lse, Tensor? heads, Tensor? rows, SymInt queries, bool average) -> Tensor weights");
-  define("_attention_weights_backward",
-         ", Tensor lse, Tensor? heads, Tensor? rows, SymInt queries, bool average, Tensor grad_weights, bool[4] needed)"
-         " -> (Tensor grad_query, Tensor grad_key, Tensor grad_bias, Tensor grad_lse)");
+  const std::string chosen = ", Tensor lse, Tensor? heads, Tensor? rows, SymInt queries, bool average";
+  const std::string tangents = ", Tensor? query_t, Tensor? key_t, Tensor? bias_t, Tensor? lse_t";
+  const std::string grads = ", Tensor? grad_column_sum, Tensor? grad_entropy, Tensor? grad_maximum";
+  const std::string grads_t = ", Tensor? grad_column_sum_t, Tensor? grad_entropy_t, Tensor? grad_maximum_t";
+  const std::string gradients =
+      ", bool[4] needed) -> (Tensor grad_query, Tensor grad_key, Tensor grad_bias, Tensor grad_lse)";
+  const std::string gradients_t =
+      ", bool[4] needed) -> (Tensor grad_query_t, Tensor grad_key_t, Tensor grad_bias_t, Tensor grad_lse_t)";
+  define("_attention_weights", chosen + ") -> Tensor weights");
+  define("_attention_weights_backward", chosen + ", Tensor grad_weights" + gradients);
+  define("_attention_weights_jvp", chosen + tangents + ") -> Tensor weights_t");
+  define("_attention_weights_double_backward",
+         chosen + ", Tensor grad_weights" + tangents + ", Tensor? grad_weights_t" + gradients_t);
   define("_attention_summaries", ", Tensor lse) -> (Tensor column_sum, Tensor entropy, Tensor maximum, Tensor argmax)");
-  define("_attention_summaries_backward",
-         ", Tensor lse, Tensor argmax, Tensor? grad_column_sum, Tensor? grad_entropy, Tensor? grad_maximum, "
-         "bool[4] needed) -> (Tensor grad_query, Tensor grad_key, Tensor grad_bias, Tensor grad_lse)");
+  define("_attention_summaries_backward", ", Tensor lse, Tensor argmax" + grads + gradients);
+  define("_attention_summaries_jvp",
+         ", Tensor lse, Tensor argmax" + tangents + ") -> (Tensor column_sum_t, Tensor entropy_t, Tensor maximum_t)");
+  define("_attention_summaries_double_backward",
+         ", Tensor lse, Tensor argmax" + grads + tangents + grads_t + gradients_t);
 }
 
 void register_composites(torch::Library& m) {

@@ -127,6 +127,21 @@ inline const auto& weights_backward() {
   return op;
 }
 
+// weights_t, the tangent of weights, from what it takes and the tangents of query, key, bias, lse
+inline const auto& weights_jvp() {
+  static const Primitive<Tensor, In, Opt, Opt, c10::SymInt, bool, Opt, Opt, Opt, Opt> op(
+      "attention_ops::_attention_weights_jvp");
+  return op;
+}
+
+// The tangent of weights_backward, (grad_query_t, grad_key_t, grad_bias_t, grad_lse_t), from what it takes, the
+// tangents of query, key, bias, lse, grad_weights, and which are needed
+inline const auto& weights_double_backward() {
+  static const Primitive<Four, In, Opt, Opt, c10::SymInt, bool, In, Opt, Opt, Opt, Opt, Opt, std::array<bool, 4>> op(
+      "attention_ops::_attention_weights_double_backward");
+  return op;
+}
+
 // (column_sum [B, H, Lk], entropy [B, H, Lq], maximum [B, H, Lq], argmax [B, H, Lq]) of the weights, from lse
 inline const auto& summaries() {
   static const Primitive<Four, In> op("attention_ops::_attention_summaries");
@@ -138,6 +153,21 @@ inline const auto& summaries() {
 inline const auto& summaries_backward() {
   static const Primitive<Four, In, In, Opt, Opt, Opt, std::array<bool, 4>> op(
       "attention_ops::_attention_summaries_backward");
+  return op;
+}
+
+// (column_sum_t, entropy_t, maximum_t), the tangents of summaries, from lse, argmax and the tangents of query, key,
+// bias, lse
+inline const auto& summaries_jvp() {
+  static const Primitive<Three, In, In, Opt, Opt, Opt, Opt> op("attention_ops::_attention_summaries_jvp");
+  return op;
+}
+
+// The tangents of summaries_backward from what it takes, the tangents of query, key, bias, lse, grad_column_sum,
+// grad_entropy, grad_maximum, and which are needed
+inline const auto& summaries_double_backward() {
+  static const Primitive<Four, In, In, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, std::array<bool, 4>> op(
+      "attention_ops::_attention_summaries_double_backward");
   return op;
 }
 

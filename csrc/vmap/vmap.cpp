@@ -199,9 +199,11 @@ void vmap(const c10::OperatorHandle& op, c10::Stack* stack) {
 
 template <class Kind>
 void register_all(torch::Library& m) {
-  for (const char* name : {"_attention_forward", "_attention_backward", "_attention_jvp", "_attention_double_backward",
-                           "_attention_weights", "_attention_weights_backward", "_attention_summaries",
-                           "_attention_summaries_backward", "_dropout_mask"})
+  for (const char* name :
+       {"_attention_forward", "_attention_backward", "_attention_jvp", "_attention_double_backward",
+        "_attention_weights", "_attention_weights_backward", "_attention_weights_jvp",
+        "_attention_weights_double_backward", "_attention_summaries", "_attention_summaries_backward",
+        "_attention_summaries_jvp", "_attention_summaries_double_backward", "_dropout_mask"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<vmap<Kind>>());
 }
 

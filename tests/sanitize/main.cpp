@@ -14,6 +14,7 @@
 
 #include "kernels/cpu/attention_backward.h"
 #include "kernels/cpu/attention_decode.h"
+#include "kernels/cpu/attention_jvp.h"
 #include "kernels/cpu/attention_weights.h"
 #include "kernels/mask/parse.h"
 
@@ -152,6 +153,7 @@ class Trial {
     forward();
     backward();
     if constexpr (std::is_same_v<T, E>) {
+      second();
       p_.dropout = {}, p_.value_width = 0;
       weights();
       summaries();
@@ -219,7 +221,7 @@ class Trial {
     return result;
   }
 
-  void backward() {
+  void backward(const BackwardTangent<T>* along = nullptr) {
     const ValueGradient<T, E> source(s_.Dv);
     BackwardResult<T, E> result = query_key_bias();
     result.grad_value = rows<E>(grad_v_.get(), s_.Hkv, s_.Lk, s_.Dv);
@@ -227,32 +229,67 @@ class Trial {
     backward_from(source,
                   {rows<const E>(out_.get(), s_.H, s_.Lq, s_.Dv), rows<const E>(grad_out_.get(), s_.H, s_.Lq, s_.Dv),
                    lse_.get(), grad_lse_.get()},
-                  result);
+                  result, along);
+  }
+
+  // Tangents of some of the inputs, in the operands' own layouts.
+  Tangents<T> tangents() {
+    Tangents<T> along;
+    if (draw(0, 3)) along.q = rows<const T>(q_dot_.get(), s_.H, s_.Lq, s_.D);
+    if (draw(0, 3)) along.k = rows<const T>(k_dot_.get(), s_.Hkv, s_.Lk, s_.D);
+    if (draw(0, 3)) along.v = rows<const T>(v_dot_.get(), s_.Hkv, s_.Lk, s_.Dv);
+    if (p_.bias.defined() && draw(0, 3)) along.bias = p_.bias, along.bias.data = grad_bias_.get();
+    if (p_.sinks && draw(0, 3)) along.sinks = sinks_.get();
+    return along;
+  }
+
+  // Forward mode, then the gradients' tangents.
+  void second() {
+    BackwardTangent<T> along{
+        tangents(), rows<const T>(out_dot_.get(), s_.H, s_.Lq, s_.Dv), {}, lse_dot_.get(), nullptr};
+    if (draw(0, 3)) along.grad_out = rows<const T>(grad_out_.get(), s_.H, s_.Lq, s_.Dv);
+    if (draw(0, 1)) along.grad_lse = grad_lse_.get();
+    const AttentionJvp<T> kernel(p_, along.of,
+                                 {rows<const T>(out_.get(), s_.H, s_.Lq, s_.Dv), lse_.get(),
+                                  rows<T>(out_dot_.get(), s_.H, s_.Lq, s_.Dv), lse_dot_.get()});
+    run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+    backward(&along);
   }
 
   void weights() {
-    for (const bool average : {false, true}) {
-      const Index heads = average ? 1 : s_.H;
-      const AttentionWeights<T> kernel(p_, lse_.get(), tensor4(weights_.get(), {s_.B, heads, s_.Lq, s_.Lk}), average);
-      run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
-    }
-    const DenseGradient<T> source(tensor4(grad_weights_.get(), {s_.B, s_.H, s_.Lq, s_.Lk}), T(1));
-    weights_backward(source);
+    const WeightTangents<T> tangents_of_all{tangents(), lse_dot_.get()};
+    for (const bool average : {false, true})
+      for (const WeightTangents<T>* along : {static_cast<const WeightTangents<T>*>(nullptr), &tangents_of_all}) {
+        const Index heads = average ? 1 : s_.H;
+        const AttentionWeights<T> kernel(p_, lse_.get(), tensor4(weights_.get(), {s_.B, heads, s_.Lq, s_.Lk}), average,
+                                         along);
+        run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+      }
+    const Tensor4 grad = tensor4(grad_weights_.get(), {s_.B, s_.H, s_.Lq, s_.Lk});
+    weights_backward(DenseGradient<T>(grad, T(1)));
+    weights_backward(DenseGradient<T>(grad, T(1), grad), &tangents_of_all);
   }
 
   void summaries() {
-    const AttentionSummaries<T> kernel(p_, lse_.get(),
-                                       {column_sum_.get(), entropy_.get(), maximum_.get(), argmax_.get()});
-    run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
-    for (Index task = 0; task < kernel.finish_tasks(); ++task) kernel.finish(task);
-    const SummaryGradient<T> source(p_, {column_sum_.get(), entropy_.get(), maximum_.get(), argmax_.get()});
-    weights_backward(source);
+    const WeightTangents<T> tangents_of_all{tangents(), lse_dot_.get()};
+    for (const WeightTangents<T>* along : {&tangents_of_all, static_cast<const WeightTangents<T>*>(nullptr)}) {
+      const AttentionSummaries<T> kernel(
+          p_, lse_.get(), {column_sum_.get(), entropy_.get(), maximum_.get(), along ? nullptr : argmax_.get()}, along);
+      run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+      for (Index task = 0; task < kernel.finish_tasks(); ++task) kernel.finish(task);
+    }
+    const SummaryGradients<T> grads{column_sum_.get(), entropy_.get(), maximum_.get()};
+    weights_backward(SummaryGradient<T>(p_, argmax_.get(), grads));
+    weights_backward(SummaryGradient<T>(p_, argmax_.get(), grads, grads), &tangents_of_all);
   }
 
-  void weights_backward(const typename AttentionBackward<T, E>::Source& source) {
+  void weights_backward(const typename AttentionBackward<T, E>::Source& source,
+                        const WeightTangents<T>* tangents = nullptr) {
     BackwardResult<T, E> result = query_key_bias();
     result.negative_rows = grad_lse_.get();
-    backward_from(source, {{}, {}, lse_.get(), nullptr}, result);
+    BackwardTangent<T> along;
+    if (tangents) along.of = tangents->of, along.lse = tangents->lse;
+    backward_from(source, {{}, {}, lse_.get(), nullptr}, result, tangents ? &along : nullptr);
   }
 
   BackwardResult<T, E> query_key_bias() {
@@ -264,9 +301,9 @@ class Trial {
   }
 
   void backward_from(const typename AttentionBackward<T, E>::Source& source, const BackwardInput<T, E>& input,
-                     const BackwardResult<T, E>& result) {
+                     const BackwardResult<T, E>& result, const BackwardTangent<T>* along = nullptr) {
     if (s_.Lq == 0) return;
-    const AttentionBackward<T, E> kernel(p_, input, result, source);
+    const AttentionBackward<T, E> kernel(p_, input, result, source, along);
     for (Index task = 0; task < kernel.pack_tasks(); ++task) kernel.pack(task);
     run_all(kernel.prepare_tasks(), kernel.prepare_bytes(),
             [&](Index task, Arena& arena) { kernel.prepare(task, arena); });
@@ -325,6 +362,9 @@ class Trial {
   Array<E> out_ = array_of<E>(all_rows_ * s_.Dv), grad_out_ = normal<E>(all_rows_ * s_.Dv);
   Array<E> grad_q_ = array_of<E>(all_rows_ * s_.D), grad_k_ = array_of<E>(all_keys_ * s_.D);
   Array<E> grad_v_ = array_of<E>(all_keys_ * s_.Dv);
+  Array<T> q_dot_ = normal<T>(all_rows_ * s_.D), k_dot_ = normal<T>(all_keys_ * s_.D);
+  Array<T> v_dot_ = normal<T>(all_keys_ * s_.Dv), out_dot_ = array_of<T>(all_rows_ * s_.Dv);
+  Array<T> lse_dot_ = array_of<T>(all_rows_);
   Array<T> lse_ = array_of<T>(all_rows_), grad_lse_ = normal<T>(all_rows_), grad_sinks_ = array_of<T>(s_.H);
   Array<T> weights_ = array_of<T>(all_pairs_), grad_weights_ = normal<T>(all_pairs_);
   Array<T> column_sum_ = array_of<T>(s_.B * s_.H * s_.Lk), entropy_ = array_of<T>(all_rows_);

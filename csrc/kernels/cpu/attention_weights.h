@@ -1,11 +1,19 @@
 // Weights w = exp(s - lse) written out, or their summaries per column and row, in a second tiled pass over the scores.
+// Given tangents, both give their own instead: w_dot = w (s_dot - lse_dot).
 #pragma once
 #include "kernels/cpu/row_norm.h"
+#include "kernels/cpu/tangents.h"
 #include "kernels/cpu/weight_gradient.h"
 
 namespace attention_ops {
 
-// What both kernels do with one panel: transposed queries, and tile.s := log2 w.
+template <class T>
+struct WeightTangents {
+  Tangents<T> of;
+  const T* lse = nullptr;  // [B, H, Lq]
+};
+
+// What both kernels do with one panel: transposed queries, tile.s := log2 w, and dot.s := the tangent of log w.
 template <class T>
 class WeightTiles {
  public:
@@ -13,19 +21,27 @@ class WeightTiles {
   using Panels = Panel<T>;
   static constexpr int kWidth = Panels::kWidth;
 
-  WeightTiles(const Problem<T>& p, const T* lse, Pieces& pieces) : p_(p), lse_(lse) {
+  WeightTiles(const Problem<T>& p, const T* lse, const WeightTangents<T>* along, Pieces& pieces)
+      : p_(p), lse_(lse), along_(along) {
     pieces(q_t_, p.width * kWidth);
     pieces(norm_.base, kWidth), pieces(norm_.log2_l, kWidth);
-    tile_.take(pieces, p, kWidth, /*derivatives=*/false);
+    tile_.take(pieces, p, kWidth, /*derivatives=*/along_);
+    if (!along_) return;
+    if (along_->of.q.data) pieces(q_dot_t_, p.width * kWidth);
+    pieces(lse_dot_, kWidth);
+    dot_.take(pieces, p, along_->of, kWidth, /*second=*/false);
   }
 
   const ScoreTile<T>& tile() const { return tile_; }
   void start(const Site<T>& site, Panels& panel) {
-    const T* q = site.q + panel.first * p_.q.row_stride;
-    rows_to_lanes(q_t_, kWidth, q, p_.q.row_stride, panel.count, p_.width, p_.query_factor());
+    panel_to_lanes(q_t_, p_.q, site, panel);
     panel.q_t = q_t_;
-    const T* lse = lse_ + (site.b * p_.heads + site.h) * p_.queries + panel.first;
-    find_row_norm(norm_, lse, tile_, site, panel);
+    const Index row = (site.b * p_.heads + site.h) * p_.queries + panel.first;
+    find_row_norm(norm_, lse_ + row, tile_, site, panel);
+    if (!along_) return;
+    if (q_dot_t_) panel_to_lanes(q_dot_t_, along_->of.q, site, panel);
+    std::fill_n(lse_dot_, kWidth, T(0));
+    if (along_->lse) std::copy_n(along_->lse + row, panel.count, lse_dot_);
   }
   // False for a tile without a visible element.
   bool step(const Site<T>& site, const Panels& panel, Index key, int keys) {
@@ -34,39 +50,56 @@ class WeightTiles {
     each_vector<T, kWidth>(tile_, [&](Index n, int lane) {
       store(tile_.s + n, load(tile_.s + n) - load(norm_.base + lane) - load(norm_.log2_l + lane));
     });
+    if (!along_) return true;
+    compute_tangents(dot_, tile_, site, panel, along_->of, q_dot_t_, key, keys);
+    each_vector<T, kWidth>(tile_,
+                           [&](Index n, int lane) { store(dot_.s + n, load(dot_.s + n) - load(lse_dot_ + lane)); });
     return true;
   }
 
+  Vec<T> log2_weights(Index n) const { return load(tile_.s + n); }
+  // w, or w_dot: 0 where w is, since masked places may hold anything.
+  Vec<T> moved(Vec<T> w, Index n) const { return along_ ? w == Vec<T>{} ? w : w * load(dot_.s + n) : w; }
+  bool moves() const { return along_; }
+
  private:
+  void panel_to_lanes(T* to, const Matrices<const T>& q, const Site<T>& site, const Panels& panel) const {
+    const T* rows = q.at(site.b, site.h) + panel.first * q.row_stride;
+    rows_to_lanes(to, kWidth, rows, q.row_stride, panel.count, p_.width, p_.query_factor());
+  }
+
   const Problem<T>& p_;
   const T* lse_;
-  T* q_t_ = nullptr;
+  const WeightTangents<T>* along_;
+  T *q_t_ = nullptr, *q_dot_t_ = nullptr, *lse_dot_ = nullptr;
   RowNorm<T> norm_;
   ScoreTile<T> tile_;
+  TangentTile<T> dot_;
 };
 
-// out [B, H, Lq, Lk], or [B, 1, Lq, Lk] for the mean over heads, in any element type. A task is a panel: its rows are
-// gathered in scratch and written once.
+// out [B, H, Lq, Lk], or [B, 1, Lq, Lk] for the mean over heads, in any element type. A task is a panel: its weights
+// are gathered in lanes, [Lk, panel width], and written once.
 template <class T>
 class AttentionWeights {
  public:
-  AttentionWeights(const Problem<T>& p, const T* lse, const Tensor4& out, bool average)
-      : p_(p), lse_(lse), out_(out), average_(average) {}
+  AttentionWeights(const Problem<T>& p, const T* lse, const Tensor4& out, bool average,
+                   const WeightTangents<T>* along = nullptr)
+      : p_(p), lse_(lse), along_(along), out_(out), average_(average) {}
 
   Index tasks() const { return p_.batch * (average_ ? 1 : p_.heads) * Tiles::Panels::number(p_.queries); }
   size_t scratch_bytes() const {
     Pieces count;
-    T* rows = nullptr;
-    Tiles(p_, lse_, count);
-    count(rows, Tiles::kWidth * p_.keys);
+    T* weights = nullptr;
+    Tiles(p_, lse_, along_, count);
+    count(weights, Tiles::kWidth * p_.keys);
     return count.bytes;
   }
   void run(Index task, Arena& arena) const {
     Pieces pieces(&arena);
-    Tiles tiles(p_, lse_, pieces);
-    T* rows = nullptr;
-    pieces(rows, Tiles::kWidth * p_.keys);
-    std::fill_n(rows, Tiles::kWidth * p_.keys, T(0));
+    Tiles tiles(p_, lse_, along_, pieces);
+    T* weights = nullptr;
+    pieces(weights, Tiles::kWidth * p_.keys);
+    std::fill_n(weights, Tiles::kWidth * p_.keys, T(0));
     typename Tiles::Panels panel(p_, task % Tiles::Panels::number(p_.queries));
     const Index slice = task / Tiles::Panels::number(p_.queries), first = average_ ? 0 : slice % p_.heads;
     const Index b = average_ ? slice : slice / p_.heads, last = average_ ? p_.heads : first + 1;
@@ -75,35 +108,37 @@ class AttentionWeights {
       tiles.start(site, panel);
       for (Index key = 0; key < p_.keys; key += kTileKeys) {
         const int keys = int(std::min<Index>(kTileKeys, p_.keys - key));
-        if (tiles.step(site, panel, key, keys)) add(rows + key, tiles.tile(), panel.count);
+        if (tiles.step(site, panel, key, keys)) add(weights + key * Tiles::kWidth, tiles);
       }
     }
-    write(rows, b, first, panel.first, panel.count);
+    write(weights, b, first, panel.first, panel.count);
   }
 
  private:
   using Tiles = WeightTiles<T>;
 
-  void add(T* rows, const ScoreTile<T>& tile, int count) const {
-    const T factor = average_ ? T(1) / T(p_.heads) : T(1);
-    each_vector<T, Tiles::kWidth>(tile, [&](Index n, int lane) {
-      T w[Tiles::kStep];
-      store(w, exp2<T>(load(tile.s + n)) * splat(factor));
-      T* to = rows + n / Tiles::kWidth + lane * p_.keys;
-      for (int q = 0; q < std::min(Tiles::kStep, count - lane); ++q) to[q * p_.keys] += w[q];
+  void add(T* weights, const Tiles& tiles) const {
+    each_vector<T, Tiles::kWidth>(tiles.tile(), [&](Index n, int) {
+      store(weights + n, load(weights + n) + tiles.moved(exp2<T>(tiles.log2_weights(n)), n));
     });
   }
 
-  void write(const T* rows, Index b, Index h, Index row, int count) const {
+  void write(const T* weights, Index b, Index h, Index row, int count) const {
+    T factors[Tiles::kWidth];
+    std::fill_n(factors, Tiles::kWidth, average_ ? T(1) / T(p_.heads) : T(1));
     with_element(out_.element, [&]<class E>(E*) {
       E* to = static_cast<E*>(out_.data) + b * out_.strides[0] + h * out_.strides[1] + row * out_.strides[2];
-      for (int q = 0; q < count; ++q, to += out_.strides[2], rows += p_.keys)
-        for (Index j = 0; j < p_.keys; ++j) to[j] = convert<E>(rows[j]);
+      lanes_to_rows(weights, Tiles::kWidth, factors, count, p_.keys, [&](int r, Index j, Vec<T> w, int n) {
+        E* line = to + r * out_.strides[2] + j;
+        if constexpr (std::is_same_v<T, E>) return write_elements(line, w, n);
+        for (int i = 0; i < n; ++i) line[i] = convert<E>(w[i]);
+      });
     });
   }
 
   const Problem<T>& p_;
   const T* lse_;
+  const WeightTangents<T>* along_;
   Tensor4 out_;
   bool average_;
 };
@@ -111,35 +146,38 @@ class AttentionWeights {
 template <class T>
 struct Summaries {
   T *column_sum, *entropy, *maximum;  // [B, H, Lk], [B, H, Lq], [B, H, Lq]
-  int64_t* argmax;                    // [B, H, Lq], the first key of the largest weight
+  int64_t* argmax;                    // [B, H, Lq], the first key of the largest weight; null with tangents
 };
 
-// A task is a group of panels of one head; column sums of the groups are added in their order afterwards.
+// A task is a group of panels of one head; column sums of the groups, a vector for each key, are added in their order
+// afterwards.
 template <class T>
 class AttentionSummaries {
  public:
-  AttentionSummaries(const Problem<T>& p, const T* lse, const Summaries<T>& result)
+  AttentionSummaries(const Problem<T>& p, const T* lse, const Summaries<T>& result,
+                     const WeightTangents<T>* along = nullptr)
       : p_(p),
         lse_(lse),
+        along_(along),
         result_(result),
         panels_(Tiles::Panels::number(p.queries)),
         groups_(std::clamp<Index>(16 / std::max<Index>(p.batch * p.heads, 1), 1, std::max<Index>(panels_, 1))),
-        memory_(Arena::rounded<T>(groups_ * columns())),
-        sums_(memory_.template take<T>(groups_ * columns())) {}
+        memory_(Arena::rounded<T>(groups_ * columns() * kStep)),
+        sums_(memory_.template take<T>(groups_ * columns() * kStep)) {}
 
   Index tasks() const { return groups_ * p_.batch * p_.heads; }
   size_t scratch_bytes() const {
     Pieces count;
-    Tiles(p_, lse_, count);
+    Tiles(p_, lse_, along_, count);
     return count.bytes;
   }
   void run(Index task, Arena& arena) const {
     Pieces pieces(&arena);
-    Tiles tiles(p_, lse_, pieces);
+    Tiles tiles(p_, lse_, along_, pieces);
     const Index bh = task % (p_.batch * p_.heads), group = task / (p_.batch * p_.heads);
     const Site<T> site(p_, bh / p_.heads, bh % p_.heads);
-    T* sums = sums_ + group * columns() + bh * p_.keys;
-    std::fill_n(sums, p_.keys, T(0));
+    T* sums = sums_ + (group * columns() + bh * p_.keys) * kStep;
+    std::fill_n(sums, p_.keys * kStep, T(0));
     for (Index n = panels_ * group / groups_; n < panels_ * (group + 1) / groups_; ++n) {
       typename Tiles::Panels panel(p_, n);
       tiles.start(site, panel);
@@ -149,9 +187,9 @@ class AttentionSummaries {
   Index finish_tasks() const { return p_.batch * p_.heads; }
   void finish(Index bh) const {
     for (Index j = bh * p_.keys; j < (bh + 1) * p_.keys; ++j) {
-      T sum = 0;
-      for (Index g = 0; g < groups_; ++g) sum += sums_[g * columns() + j];
-      result_.column_sum[j] = sum;
+      Vec<T> sum{};
+      for (Index g = 0; g < groups_; ++g) sum += load(sums_ + (g * columns() + j) * kStep);
+      result_.column_sum[j] = sum_lanes<T>(sum);
     }
   }
 
@@ -160,7 +198,7 @@ class AttentionSummaries {
   static constexpr int kVectors = Tiles::kVectors, kStep = Tiles::kStep, kWidth = Tiles::kWidth;
 
   struct Rows {  // of a panel, in lanes
-    Vec<T> entropy[kVectors]{}, best[kVectors]{};
+    Vec<T> entropy[kVectors]{}, best[kVectors]{}, best_dot[kVectors]{};
     Ints<T> place[kVectors]{};
   };
 
@@ -168,36 +206,41 @@ class AttentionSummaries {
 
   void run_panel(Tiles& tiles, const Site<T>& site, const typename Tiles::Panels& panel, T* sums) const {
     Rows rows;
+    alignas(kVectorBytes) LaneInt<T> real[kWidth];
+    for (int q = 0; q < kWidth; ++q) real[q] = q < panel.count ? -1 : 0;
     for (Index key = 0; key < p_.keys; key += kTileKeys) {
       const int keys = int(std::min<Index>(kTileKeys, p_.keys - key));
       if (!tiles.step(site, panel, key, keys)) continue;
       each_vector<T, kWidth>(tiles.tile(), [&](Index n, int lane) {
         const Index j = key + n / kWidth;
-        T w[kStep];
-        store(w, add_weights(rows, tiles.tile().s + n, lane / kStep, j));
-        for (int q = 0; q < std::min(kStep, panel.count - lane); ++q) sums[j] += w[q];
+        const Vec<T> w = add_weights(rows, tiles, n, lane / kStep, j);
+        store(sums + j * kStep, load(sums + j * kStep) + (load_lanes<T>(real + lane) ? w : Vec<T>{}));
       });
     }
     const Index first = (site.b * p_.heads + site.h) * p_.queries + panel.first;
     for (int q = 0; q < panel.count; ++q) {
       result_.entropy[first + q] = rows.entropy[q / kStep][q % kStep] * -kLn2<T>;
-      result_.maximum[first + q] = rows.best[q / kStep][q % kStep];
-      result_.argmax[first + q] = rows.place[q / kStep][q % kStep];
+      result_.maximum[first + q] = (along_ ? rows.best_dot : rows.best)[q / kStep][q % kStep];
+      if (result_.argmax) result_.argmax[first + q] = rows.place[q / kStep][q % kStep];
     }
   }
 
-  // Takes vector v of key j into the rows' summaries; gives its weights.
-  static Vec<T> add_weights(Rows& rows, const T* log2_w, int v, Index j) {
-    const Vec<T> x = load(log2_w), w = exp2<T>(x);
-    rows.entropy[v] += x < splat(Exp2Constants<T>::low) ? Vec<T>{} : w * x;
+  // Takes vector v of key j into the rows' summaries; gives its weights, or their tangents. That of -w log w is
+  // -w_dot (log w + 1).
+  static Vec<T> add_weights(Rows& rows, const Tiles& tiles, Index n, int v, Index j) {
+    const Vec<T> x = tiles.log2_weights(n), w = exp2<T>(x), moved = tiles.moved(w, n);
+    const Vec<T> log2_w = tiles.moves() ? x + splat(kLog2e<T>) : x;
+    rows.entropy[v] += x < splat(Exp2Constants<T>::low) ? Vec<T>{} : moved * log2_w;
     const Ints<T> better = ((w > rows.best[v]) | (w != w)) & (rows.best[v] == rows.best[v]);
     rows.best[v] = better ? w : rows.best[v];
+    rows.best_dot[v] = better ? moved : rows.best_dot[v];
     rows.place[v] = better ? LaneInt<T>(j) - Ints<T>{} : rows.place[v];
-    return w;
+    return moved;
   }
 
   const Problem<T>& p_;
   const T* lse_;
+  const WeightTangents<T>* along_;
   Summaries<T> result_;
   Index panels_, groups_;
   Arena memory_;
