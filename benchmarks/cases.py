@@ -1,12 +1,14 @@
 """The measured cases: shapes and options as values, and the calls that they stand for."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from harness import Workload
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attention_ops
 from attention_ops import masks
@@ -36,6 +38,7 @@ class Case:
     sinks: bool = False
     denormal: str = ""  # which inputs hold denormal numbers alone: qkv, v
     operator: str = "attention"  # or weights, summaries
+    derivative: str = ""  # jvp: with tangents of query, key and value; hvp: the gradient of the gradient's square
     quick: bool = False  # part of --quick
 
     @property
@@ -48,7 +51,8 @@ class Case:
     @property
     def name(self) -> str:
         heads = f"{self.heads}/{self.key_heads}" if self.key_heads else f"{self.heads}"
-        words = [self.dtype, self.kind, "fwd+bwd" if self.backward else "fwd", f"B{self.batch} H{heads}"]
+        what = self.derivative or ("fwd+bwd" if self.backward else "fwd")
+        words = [self.dtype, self.kind, what, f"B{self.batch} H{heads}"]
         words.append(f"{self.queries}×{self.length}" if self.queries else f"S{self.length}")
         words.append(f"D{self.width}/{self.value_width}" if self.value_width else f"D{self.width}")
         if self.dropout_p:
@@ -92,7 +96,7 @@ class Inputs:
     def __init__(self, case: Case):
         torch.manual_seed(0)
         dtype = TYPES[case.dtype]
-        self.backward = case.backward
+        self.backward, self.derivative = case.backward or case.derivative == "hvp", case.derivative
         self.tensors = [
             (torch.full(shape, DENORMAL) if name in case.denormal else torch.randn(shape)).to(dtype)
             for name, shape in zip("qkv", case.shapes, strict=True)
@@ -101,23 +105,30 @@ class Inputs:
         self.sinks = torch.randn(case.heads) if case.sinks else None
         self.leaves = [x for x in (*self.tensors, self.bias, self.sinks) if x is not None]
         for x in self.leaves:
-            x.requires_grad_(case.backward)
+            x.requires_grad_(self.backward)
         self.grad_out = torch.randn(*case.shapes[0][:-1], case.shapes[2][-1]).to(dtype)
 
-    def run(self, out: Tensor) -> None:
-        if self.backward:
-            torch.autograd.grad(out, self.leaves, self.grad_out)
+    def run(self, function: Callable[..., Tensor]) -> None:
+        if self.derivative == "jvp":
+            torch.func.jvp(function, tuple(self.tensors), tuple(self.tensors))
+            return
+        out = function(*self.tensors)
+        if not self.backward:
+            return
+        grads = torch.autograd.grad(out, self.leaves, self.grad_out, create_graph=self.derivative == "hvp")
+        if self.derivative == "hvp":
+            torch.autograd.grad(grads, self.leaves, self.tensors)
 
 
 def ours(case: Case) -> Callable[[], None]:
     inputs, mask = Inputs(case), mask_of(case)
-    query, key, value = inputs.tensors
+    query, key, _ = inputs.tensors
     options = {"mask": mask, "bias": inputs.bias, "sinks": inputs.sinks, "softcap": case.softcap}
     if case.operator == "weights":
         return lambda: attention_ops.attention_weights(query, key, **options)
     if case.operator == "summaries":
         return lambda: attention_ops.attention_summaries(query, key, **options)
-    return lambda: inputs.run(attention_ops.attention(query, key, value, **options, dropout_p=case.dropout_p))
+    return lambda: inputs.run(functools.partial(attention_ops.attention, **options, dropout_p=case.dropout_p))
 
 
 def peer(case: Case) -> Callable[[], None]:
@@ -128,10 +139,20 @@ def peer(case: Case) -> Callable[[], None]:
         options["attn_mask"] = mask_of(case).dense(case.batch, 1, case.length, case.length).contiguous()
     if case.bias:
         options["attn_mask"] = inputs.bias
-    return lambda: inputs.run(F.scaled_dot_product_attention(*inputs.tensors, **options))
+    function = functools.partial(F.scaled_dot_product_attention, **options)
+    if not case.derivative:
+        return lambda: inputs.run(function)
+
+    def with_formula() -> None:  # torch has these derivatives of its plain formula alone
+        with sdpa_kernel(SDPBackend.MATH):
+            inputs.run(function)
+
+    return with_formula
 
 
 def against_torch(case: Case) -> Workload:
+    if case.derivative:
+        return Workload(case.name, ours(case), peer(case))
     if not case.queries:
         return Workload(case.name, ours(case), peer(case), flops=case.flops(visible_share(case)))
     key, value = (torch.Size(shape).numel() for shape in case.shapes[1:])
@@ -178,4 +199,7 @@ CASES = [
     Case(heads=8, key_heads=1, length=32768, queries=1),
     Case(heads=8, length=16384, queries=1, width=128, dtype="bf16"),
     *pair(heads=1, length=16, width=16, quick=True),
+    Case(derivative="jvp", quick=True),
+    Case(derivative="hvp", quick=True),
+    Case(derivative="hvp", kind="causal"),
 ]

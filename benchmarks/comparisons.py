@@ -6,6 +6,9 @@ from collections.abc import Callable
 import torch
 from cases import Case, ours, visible_share
 from harness import Workload
+from torch import Tensor
+
+OPERATORS = torch.ops.attention_ops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,41 @@ def two_cores(heads: int) -> list[Comparison]:
     return [Comparison(f"{case.name}: one core / two", case, case, first_threads=1, second_threads=2) for case in cases]
 
 
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The time of one private operator over that of another, on the same inputs."""
+
+    name: str
+    first: Callable[..., object]
+    second: Callable[..., object]
+
+    def workload(self) -> Workload:
+        query, key, value, along = (torch.randn(1, 4, 2048, 64) for _ in range(4))
+        call = [query, key, value, None, None, [], "", 0.125, 0.0, 0.0, None]
+        out, lse = OPERATORS._attention_forward(*call)
+        return Workload(
+            self.name, lambda: self.second(call, out, lse, along), lambda: self.first(call, out, lse, along)
+        )
+
+
+def forward_kernel(call: list, *_: Tensor) -> object:
+    return OPERATORS._attention_forward(*call)
+
+
+def jvp_kernel(call: list, out: Tensor, lse: Tensor, along: Tensor) -> object:
+    return OPERATORS._attention_jvp(*call, out, lse, along, along, along, None, None)
+
+
+def backward_kernel(call: list, out: Tensor, lse: Tensor, along: Tensor) -> object:
+    return OPERATORS._attention_backward(*call, out, lse, along, None, [True, True, True, False, False])
+
+
+def double_backward_kernel(call: list, out: Tensor, lse: Tensor, along: Tensor) -> object:
+    needed = [True, True, True, False, False, True, False]
+    tangents = (along, along, along, None, None, along, None)
+    return OPERATORS._attention_double_backward(*call, out, lse, along, None, *tangents, needed)
+
+
 COMPARISONS = [
     *to_full("causal", length=2048),
     *to_full("window", length=8192, heads=2),
@@ -78,5 +116,7 @@ COMPARISONS = [
     to_plain("denormal query, key and value fwd", denormal="qkv", backward=False),
     to_plain("denormal query, key and value", denormal="qkv"),
     to_plain("denormal value", denormal="v"),
+    Kernels("jvp / forward, the kernels", jvp_kernel, forward_kernel),
+    Kernels("double backward / backward, the kernels", double_backward_kernel, backward_kernel),
     *(comparison for heads in (1, 2, 3, 16) for comparison in two_cores(heads)),
 ]

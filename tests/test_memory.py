@@ -1,31 +1,36 @@
 """Memory: at 16384 tokens the scores would take 1 GiB; a forward and a backward pass take a small part of that."""
 
 import pytest
-from processes import run_alone
+from processes import extra_memory, run_alone
 
-LENGTH, WIDTH, LIMIT_MB = 16384, 16, 96
+LENGTH, LIMIT_MB = 16384, 96
 
-CODE = """
-    import pathlib, torch, attention_ops
-    from attention_ops import masks
-
-    torch.set_num_threads(2)
-
-    def memory(field):
-        status = pathlib.Path("/proc/self/status").read_text()
-        return int(status.split(field + ":")[1].split()[0]) / 1024
-
-    def call(L, backward=True):
-        q, k, v = (torch.randn(1, 1, L, {width}, requires_grad=True) for _ in range(3))
+FIRST = """
+    def call(L):
+        q, k, v = (torch.randn(1, 1, L, 16, requires_grad=True) for _ in range(3))
         result = {call}
         results = [result] if isinstance(result, torch.Tensor) else result
         sum(r.sum() for r in results).backward()
+"""
+SECOND = """
+    def call(L):
+        q, k, v = (torch.randn(1, 1, L, 16, requires_grad=True) for _ in range(3))
+        def loss(q, k, v):
+            result = {call}
+            results = [result] if isinstance(result, torch.Tensor) else result
+            return sum(r.square().sum() for r in results)
+        torch.func.jvp(loss, (q, k, v), (v, q, k))
+        grads = torch.autograd.grad(loss(q, k, v), (q, k), create_graph=True)
+        sum(g.square().sum() for g in grads).backward()
+"""
+AGAINST_TORCH = """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    call(256)
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak from here on, not that of the imports
-    before = memory("VmRSS")
-    call({length})
-    print(memory("VmHWM") - before)
+    def call(L):
+        leaves = [torch.randn(1, 4, L, 64, requires_grad=True) for _ in range(3)]
+        with sdpa_kernel(SDPBackend.MATH):
+            grads = torch.autograd.grad({function}(*leaves).square().sum(), leaves, create_graph=True)
+        torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
 """
 CALLS = {
     "plain": "attention_ops.attention(q, k, v)",
@@ -42,13 +47,27 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_peak(name):
-    peak = float(run_alone(CODE.format(call=CALLS[name], length=LENGTH, width=WIDTH), timeout=180))
+    peak = extra_memory(FIRST.format(call=CALLS[name]), 256, LENGTH)
     assert peak < LIMIT_MB, f"{peak:.0f} MiB"
 
 
+@pytest.mark.parametrize("name", ["causal", "padding", "bias_keys", "bias_rows", "summaries", "weights"])
+def test_peak_of_forward_mode_and_second_derivatives(name):
+    """At 8192 tokens the scores would take 256 MiB."""
+    peak = extra_memory(SECOND.format(call=CALLS[name]), 256, 8192)
+    assert peak < LIMIT_MB, f"{peak:.0f} MiB"
+
+
+def test_second_derivatives_take_a_twentieth_of_the_memory_of_the_formula():
+    torchs = "torch.nn.functional.scaled_dot_product_attention"
+    ours, formula = (
+        extra_memory(AGAINST_TORCH.format(function=f), 128, 2048) for f in ("attention_ops.attention", torchs)
+    )
+    assert 20 * ours < formula, f"{ours:.0f} MiB against {formula:.0f}"
+
+
 def test_the_measure_sees_a_matrix_of_scores():
-    call = "torch.softmax(q @ k.mT, -1) @ v"
-    assert float(run_alone(CODE.format(call=call, length=8192, width=WIDTH))) > 2 * LIMIT_MB
+    assert extra_memory(FIRST.format(call="torch.softmax(q @ k.mT, -1) @ v"), 256, 8192) > 2 * LIMIT_MB
 
 
 def test_memory_does_not_grow_over_many_calls():

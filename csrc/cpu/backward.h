@@ -32,9 +32,15 @@ void run_backward(const Problem<T, E>& problem, const BackwardInput<T, E>& input
   if (problem.batch * problem.heads * problem.queries == 0) return gradients.clear();
   const AttentionBackward<T, E> kernel(problem, input, gradients.view(), source, along);
   run_tasks(kernel.pack_tasks(), problem.row_operations(), 0, [&](Index task, Arena&) { kernel.pack(task); });
+  const double operations = (along ? 6 : 2.5) * problem.pair_operations();
+  if (kernel.is_local()) {
+    run_tasks(kernel.tasks(), operations, std::max(kernel.prepare_bytes(), kernel.scratch_bytes()),
+              [&](Index task, Arena& arena) { kernel.run_owner(task, arena); });
+    return kernel.finish_shared();
+  }
   run_tasks(kernel.prepare_tasks(), problem.row_operations(), kernel.prepare_bytes(),
             [&](Index task, Arena& arena) { kernel.prepare(task, arena); });
-  run_tasks(kernel.tasks(), (along ? 6 : 2.5) * problem.pair_operations(), kernel.scratch_bytes(),
+  run_tasks(kernel.tasks(), operations, kernel.scratch_bytes(),
             [&](Index task, Arena& arena) { kernel.run(task, arena); });
   run_tasks(kernel.finish_tasks(), problem.row_operations(), 0, [&](Index task, Arena&) { kernel.finish(task); });
 }

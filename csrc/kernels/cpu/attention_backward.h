@@ -66,6 +66,11 @@ class AttentionBackward {
     return count.bytes;
   }
   void run(Index task, Arena& arena) const;
+  // Whether no task needs what another has prepared or summed: then run_owner does all three passes of one, while its
+  // rows are in the cache, and finish_shared the rest.
+  bool is_local() const { return plan_.key_groups * plan_.query_groups == 1 && !shared_.bias_sums; }
+  void run_owner(Index task, Arena& arena) const;
+  void finish_shared() const;
   Index finish_tasks() const { return prepare_tasks() + (plan_.query_groups > 1 ? key_tasks() : 0) + 1; }
   void finish(Index task) const;
 
@@ -138,6 +143,7 @@ class AttentionBackward {
     return rows.do_t ? rows.do_t + row * round_up(p_.value_width, kDepthUnit<E>) : nullptr;
   }
   T* row_sums(Index group, Index row) const { return shared_.row_sums + group * all_rows() + row; }
+  bool& summed(Index group, Index row) const { return shared_.summed[(group * all_rows() + row) / kWidth]; }
   Index all_rows() const { return p_.batch * p_.heads * plan_.panels * kWidth; }
 
   bool prepare_rows(const Rows& to, const Matrices<const E>& q, const Matrices<const E>& grad_out,
@@ -149,11 +155,11 @@ class AttentionBackward {
   }
   PaddedRows<E> rows_of(const E* padded_rows, const Matrices<const E>& natural, Index b, Index h, Index panel,
                         Index width) const;
-  void clear_rows(const Work& work) const;
   void run_blocks(Work& work, Scratch& w) const;
   void run_head(const Work& work, Scratch& w, Index b, Index h) const;
   void run_tile(const Work& work, const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel,
                 Index number) const;
+  void begin_sums(Index key_group, Index row) const;
   void compute_weights(const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel, Index row) const;
   void compute_tangent(const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel, Index row) const;
   void fill_gradients(const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel, Index row) const;

@@ -62,6 +62,7 @@ void AttentionBackward<T, E>::prepare(Index task, Arena& arena) const {
   }
   if (shared_.sink_sums) shared_.sink_sums[task] = sink_sum;
   if (task == 0) bias_.clear_sums();
+  for (Index g = 0; g < plan_.key_groups; ++g) summed(g, row) = false;
 }
 
 // What is subtracted from a row's dp, with the tangents.
@@ -92,7 +93,6 @@ void AttentionBackward<T, E>::run(Index task, Arena& arena) const {
   take(w, pieces);
   const Index owner = task % plan_.owners(), group = task / plan_.owners();
   Work work{owner, group % plan_.key_groups, group / plan_.key_groups};
-  clear_rows(work);
   for (Index number = 0; number < plan_.key_blocks; ++number) {
     if (plan_.group_of_block(number) != work.key_group) continue;
     Block& block = work.block[work.blocks];
@@ -104,20 +104,6 @@ void AttentionBackward<T, E>::run(Index task, Arena& arena) const {
   }
   run_blocks(work, w);
   visited_tiles.fetch_add(w.visited, std::memory_order_relaxed);
-}
-
-// The rows' partial sums of one task.
-template <class T, class E>
-void AttentionBackward<T, E>::clear_rows(const Work& work) const {
-  const auto [first_batch, last_batch] = plan_.batches_of(work.owner, p_);
-  const auto [first_head, last_head] = plan_.key_heads_of(work.owner, p_);
-  const Index rows = (plan_.first_panel(work.query_group + 1) - plan_.first_panel(work.query_group)) * kWidth;
-  for (Index b = first_batch; b < last_batch; ++b)
-    for (Index h = first_head * p_.group(); h < last_head * p_.group(); ++h) {
-      const Index row = row_of(b, h, plan_.first_panel(work.query_group));
-      if (shared_.dq_t) std::fill_n(dq_panel(work.key_group, row), rows * dq_width(), T(0));
-      if (shared_.row_sums) std::fill_n(row_sums(work.key_group, row), rows, T(0));
-    }
 }
 
 // The gathered key blocks, over all batches and heads of their owner.
@@ -178,8 +164,27 @@ template <class T, class E>
 void AttentionBackward<T, E>::finish(Index task) const {
   if (task < prepare_tasks()) return finish_panel(task);
   if (task < finish_tasks() - 1) return finish_keys(task - prepare_tasks());
+  finish_shared();
+}
+
+template <class T, class E>
+void AttentionBackward<T, E>::finish_shared() const {
   if (shared_.bias_sums) bias_.finish();
   if (shared_.sink_sums) finish_sinks();
+}
+
+template <class T, class E>
+void AttentionBackward<T, E>::run_owner(Index task, Arena& arena) const {
+  const auto [first_batch, last_batch] = plan_.batches_of(task, p_);
+  const auto [first_head, last_head] = plan_.key_heads_of(task, p_);
+  const auto each_panel = [&](auto&& f) {
+    for (Index b = first_batch; b < last_batch; ++b)
+      for (Index h = first_head * p_.group(); h < last_head * p_.group(); ++h)
+        for (Index n = 0; n < plan_.panels; ++n) f(head(b, h) * plan_.panels + n);
+  };
+  each_panel([&](Index panel) { arena.reset(), prepare(panel, arena); });
+  arena.reset(), run(task, arena);
+  each_panel([&](Index panel) { finish_panel(panel); });
 }
 
 template <class T, class E>
@@ -187,10 +192,12 @@ void AttentionBackward<T, E>::finish_panel(Index task) const {
   const Index number = task % plan_.panels, bh = task / plan_.panels, b = bh / p_.heads, h = bh % p_.heads;
   const Index first = number * kWidth, row = row_of(b, h, number);
   const Index count = std::min<Index>(kWidth, p_.queries - first);
+  begin_sums(0, row);  // where the panel saw nothing
   if (shared_.dq_t) {
     T* sum = dq_panel(0, row);
     for (Index g = 1; g < plan_.key_groups; ++g)
-      for (Index n = 0; n < kWidth * p_.width; n += kStep) store(sum + n, load(sum + n) + load(dq_panel(g, row) + n));
+      for (Index n = 0; summed(g, row) && n < kWidth * p_.width; n += kStep)
+        store(sum + n, load(sum + n) + load(dq_panel(g, row) + n));
     T factors[kWidth];
     std::fill_n(factors, kWidth, p_.scale);
     const Matrices<E>& grad = result_.grad_query;
@@ -199,7 +206,8 @@ void AttentionBackward<T, E>::finish_panel(Index task) const {
   if (shared_.row_sums)
     for (Index q = 0; q < count; ++q) {
       T sum = 0;
-      for (Index g = 0; g < plan_.key_groups; ++g) sum -= row_sums(g, row)[q];
+      for (Index g = 0; g < plan_.key_groups; ++g)
+        if (summed(g, row)) sum -= row_sums(g, row)[q];
       result_.negative_rows[bh * p_.queries + first + q] = sum;
     }
 }

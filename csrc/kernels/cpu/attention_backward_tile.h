@@ -19,6 +19,7 @@ void AttentionBackward<T, E>::run_tile(const Work& work, const Block& block, Scr
   if (w.tile.cover == Cover::none) return;
   ++w.visited;
   const Index row = row_of(site.b, site.h, number);
+  begin_sums(work.key_group, row);
   compute_weights(block, w, site, panel, row);
   compute_tangent(block, w, site, panel, row);
   fill_gradients(block, w, site, panel, row);
@@ -35,6 +36,15 @@ void AttentionBackward<T, E>::run_tile(const Work& work, const Block& block, Scr
     if (along_) apply_kept<T, kWidth>(w.dot.s, w.tile, w.keep, T(p_.dropout.scale()));
   }
   add_terms(work, block, w, site, panel, number);
+}
+
+// The partial sums of a panel are cleared where they are first needed: under most masks few groups of keys see it.
+template <class T, class E>
+void AttentionBackward<T, E>::begin_sums(Index key_group, Index row) const {
+  if (summed(key_group, row)) return;
+  summed(key_group, row) = true;
+  if (shared_.dq_t) std::fill_n(dq_panel(key_group, row), kWidth * dq_width(), T(0));
+  if (shared_.row_sums) std::fill_n(row_sums(key_group, row), kWidth, T(0));
 }
 
 // p = exp(s - lse), in place of s

@@ -21,9 +21,9 @@ class BackwardBias {
 
   // scratch += ds, [keys, Width] of panel `panel` of query head h, where the tile was computed
   void add(T* scratch, const ScoreTile<T>& tile, const T* ds, Index h, Index panel) const {
-    T* to = scratch + (slices() > 1 ? h % group_ : 0) * slice_size() + (sums_queries() ? 0 : panel * Width);
+    T* to = scratch + (slices() > 1 ? h % group_ : 0) * slice_size() + (sums_queries() ? 0 : panel) * tile_size();
     each_vector<T, Width>(tile, [&](Index n, int lane) {
-      T* sum = to + (sums_keys() ? 0 : n / Width * columns()) + lane;
+      T* sum = to + (sums_keys() ? lane : n);
       store(sum, load(sum) + load(ds + n));
     });
   }
@@ -63,8 +63,9 @@ class BackwardBias {
   bool sums_queries() const { return grad_.sizes[2] == 1; }
   bool sums_keys() const { return grad_.sizes[3] == 1; }
   Index slices() const { return grad_.sizes[1] == 1 ? 1 : group_; }
-  Index columns() const { return sums_queries() ? Width : plan_.panels * Width; }
-  Index slice_size() const { return columns() * (sums_keys() ? 1 : kTileKeys); }
+  // [panels or 1, kTileKeys or 1, Width]
+  Index tile_size() const { return (sums_keys() ? 1 : kTileKeys) * Width; }
+  Index slice_size() const { return (sums_queries() ? 1 : plan_.panels) * tile_size(); }
   Index total() const { return grad_.sizes[0] * grad_.sizes[1] * grad_.sizes[2] * grad_.sizes[3]; }
   Index first_row(Index query_group) const { return std::min(plan_.first_panel(query_group) * Width, queries_); }
 
@@ -76,13 +77,14 @@ class BackwardBias {
 
   void write_block(const T* from, Index query_group, Index b, Index h, Index key, int keys) const {
     with_element(grad_.element, [&]<class E>(E*) {
-      const Index first = first_row(query_group), rows = first_row(query_group + 1) - first;
       T ones[Width];
       std::fill_n(ones, Width, T(1));
-      for (Index i = first; i < first + rows; i += Width)
-        lanes_to_rows(from + i, columns(), ones, int(std::min<Index>(Width, first + rows - i)), keys,
-                      [&](int r, Index k, Vec<T> x, int n) {
-                        E* to = at<E>(b, h, i + r, key + k);
+      for (Index panel = plan_.first_panel(query_group); panel < plan_.first_panel(query_group + 1); ++panel)
+        lanes_to_rows(from + panel * tile_size(), Width, ones, int(std::min<Index>(Width, queries_ - panel * Width)),
+                      keys, [&](int r, Index k, Vec<T> x, int n) {
+                        E* to = at<E>(b, h, panel * Width + r, key + k);
+                        if constexpr (std::is_same_v<T, E>)
+                          if (grad_.strides[3] == 1) return write_elements(to, x, n);
                         for (int c = 0; c < n; ++c) to[c * grad_.strides[3]] = convert<E>(x[c]);
                       });
     });
@@ -90,12 +92,13 @@ class BackwardBias {
 
   void add_sums(const T* from, Index offset, Index query_group, Index key, int keys) const {
     T* sums = sums_ + offset;
-    for (int k = 0; k < (sums_keys() ? 1 : keys); ++k, from += columns()) {
+    for (int k = 0; k < (sums_keys() ? 1 : keys); ++k) {
       T* line = sums + (sums_keys() ? 0 : key + k);
+      const T* tile = from + k * Width;
       if (sums_queries())
-        for (int q = 0; q < Width; ++q) *line += from[q];
+        for (int q = 0; q < Width; ++q) *line += tile[q];
       else  // the bias has one column
-        for (Index i = first_row(query_group); i < first_row(query_group + 1); ++i) line[i] += from[i];
+        for (Index i = first_row(query_group); i < first_row(query_group + 1); ++i) line[i] += tile[i];
     }
   }
 

@@ -59,9 +59,10 @@ struct BackwardPlan {
                                    : std::pair<Index, Index>(first, first + 1);
   }
 
-  // Blocks are dealt to and fro, which balances causal masks.
+  // Runs of neighbouring blocks, which see the same rows, are dealt to and fro, which balances causal masks.
   Index group_of_block(Index block) const {
-    const Index round = block / key_groups, place = block % key_groups;
+    const Index run = block / std::clamp<Index>(key_blocks / (2 * key_groups), 1, 4);
+    const Index round = run / key_groups, place = run % key_groups;
     return round % 2 ? key_groups - 1 - place : place;
   }
   Index first_panel(Index query_group) const { return panels * query_group / query_groups; }
@@ -105,6 +106,7 @@ struct BackwardShared {
   T* dq_t = nullptr;                           // [key groups, B, H, panels, width, Width]
   T *dk = nullptr, *dv = nullptr;              // [query groups, B, Hkv, Lk, padded width], where there are several
   T* row_sums = nullptr;                       // [key groups, B, H, panels * Width]
+  bool* summed = nullptr;                      // [key groups, B, H, panels]: whether dq_t and row_sums have begun
   T* bias_sums = nullptr;  // [key groups, query groups, grad_bias], where it broadcasts over rows or columns
 
   void take(Pieces& pieces, const Problem<T, E>& p, const BackwardResult<T, E>& r, const BackwardPlan& plan,
@@ -122,6 +124,7 @@ struct BackwardShared {
     if (plan.query_groups > 1 && r.grad_key.data) pieces(dk, key_rows * round_up(p.width, lanes));
     if (plan.query_groups > 1 && r.grad_value.data) pieces(dv, key_rows * round_up(p.value_width, lanes));
     if (r.negative_rows) pieces(row_sums, plan.key_groups * count);
+    pieces(summed, plan.key_groups * heads * plan.panels);
     if (bias_broadcasts(r)) pieces(bias_sums, plan.key_groups * plan.query_groups * bias_size(r));
   }
 
