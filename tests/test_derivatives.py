@@ -6,7 +6,7 @@ from collections.abc import Callable
 import cases
 import pytest
 import torch
-from compare import GRADIENT, OUTPUT, assert_close
+from compare import OUTPUT, SECOND, assert_close
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -66,7 +66,7 @@ def check(case: cases.Case, ours: Callable, formula: Callable, without: tuple[st
     plain = first_and_second(formula, inputs.to(case.dtype), draw, **more)
     exact = first_and_second(formula, inputs.to(torch.float64), draw, **more)
     for name, x in found.items():
-        factor = OUTPUT if name.startswith("tangent") else GRADIENT
+        factor = OUTPUT if name.startswith("tangent") else SECOND
         # Several sums of products; and where out is a half type, deltas are made of its rounded numbers.
         terms = 16 if case.dtype in (torch.bfloat16, torch.float16) else 4
         assert_close(x, plain[name], exact[name], factor, name, cases.rows_summed(case, name, x) * terms)

@@ -49,11 +49,10 @@ def test_opcheck_attention(options):
     ):
         backward = (*plain(args), out, lse, *grads)
         torch.library.opcheck(OPS._attention_backward.default, (*backward, needed))
-        tangents = [torch.randn_like(args[0]), None, torch.randn_like(args[2]), *([torch.randn_like(args[3])] * rich)]
-        tangents += [None] * (5 - len(tangents))
+        tangents = [torch.randn_like(args[0]), None, torch.randn_like(args[2]), args[3], None]
         moved = [args[0].detach().requires_grad_(options[2]), *plain(args[1:])]
-        torch.library.opcheck(OPS._attention_jvp.default, (*moved, out, lse, *tangents))
-        double = (*backward, *tangents, grads[0], None, [*needed, True, False])
+        torch.library.opcheck(OPS._attention_jvp.default, (*moved, out, lse, *plain(tangents)))
+        double = (*backward, *plain(tangents), grads[0], None, [*needed, True, False])
         torch.library.opcheck(OPS._attention_double_backward.default, double)
 
 

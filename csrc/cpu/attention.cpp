@@ -47,7 +47,7 @@ Five gradients_of(const Loaded<T, E, E>& loaded, const Attention& a, In out, In 
   if (needed[0]) grads.query = empty_rows<E>(a.query, a.query.sizes());
   if (needed[1]) grads.key = empty_rows<E>(a.key, a.key.sizes());
   if (needed[2]) grads.value = empty_rows<E>(a.value, a.value.sizes());
-  if (needed[3] && a.bias) grads.bias = at::empty(a.bias->sizes(), a.bias->options());
+  if (needed[3] && a.bias) grads.bias = on_large_pages(at::empty(a.bias->sizes(), a.bias->options()));
   if (needed[4] && a.sinks) grads.sinks = empty_of<T>(a.query, a.sinks->sizes());
   const Operand<E> out_rows(out), grad_rows(grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out));
   const Vector<T> lse_rows(lse), grad_lse_rows(grad_lse);

@@ -26,7 +26,7 @@ template <class T>
 Tensor weights_of(const Loaded<T>& loaded, const Attention& a, In lse, bool average,
                   const WeightTangents<T>* along = nullptr) {
   const Problem<T>& p = loaded.problem;
-  const Tensor out = at::empty({p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.options());
+  const Tensor out = on_large_pages(at::empty({p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.options()));
   const Vector<T> lse_rows(lse);
   const AttentionWeights<T> kernel(p, lse_rows.data(), result_view4(out), average, along);
   run_tasks(kernel.tasks(), (along ? 3 : 1) * p.pair_operations(), kernel.scratch_bytes(),
@@ -61,7 +61,7 @@ Four gradients_through(const Loaded<T>& loaded, const Attention& a, In lse, std:
   Gradients<T> grads;
   if (needed[0]) grads.query = empty_rows<T>(a.query, a.query.sizes());
   if (needed[1]) grads.key = empty_rows<T>(a.key, a.key.sizes());
-  if (needed[2] && a.bias) grads.bias = at::empty(a.bias->sizes(), a.bias->options());
+  if (needed[2] && a.bias) grads.bias = on_large_pages(at::empty(a.bias->sizes(), a.bias->options()));
   if (needed[3]) grads.lse = empty_of<T>(a.query, lse.sizes());
   const Vector<T> lse_rows(lse);
   BackwardTangent<T> along;

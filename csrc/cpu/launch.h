@@ -22,10 +22,15 @@ auto in_row_types(const Attention& a, F&& f) {
   return in_compute_type(a.query, [&]<class T>() { return f.template operator()<T, T>(); });
 }
 
+inline Tensor on_large_pages(Tensor x) {
+  want_large_pages(x.mutable_data_ptr(), x.nbytes());
+  return x;
+}
+
 // As the layers above lay it out, in elements of T.
 template <class T>
 Tensor empty_rows(const Tensor& like, at::IntArrayRef sizes) {
-  return empty_heads(like.options().dtype(kScalarType<T>), sizes[0], sizes[1], sizes[2], sizes[3]);
+  return on_large_pages(empty_heads(like.options().dtype(kScalarType<T>), sizes[0], sizes[1], sizes[2], sizes[3]));
 }
 
 // A four-dimensional tensor as rows of T.

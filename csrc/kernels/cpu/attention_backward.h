@@ -107,7 +107,7 @@ class AttentionBackward {
   struct RowGradient {
     T delta = 0, delta_dot = 0, lse_dot = 0;
   };
-  int blocks_at_a_time() const { return bias_.on() ? 1 : kBlocks; }  // the bias gathers one block
+  int blocks_at_a_time() const { return bias_.gathers_blocks() ? 1 : kBlocks; }
 
   void take(Scratch& w, Pieces& pieces) const {
     const Index size = Index(kTileKeys) * kWidth;

@@ -125,9 +125,8 @@ void AttentionBackward<T, E>::run_blocks(Work& work, Scratch& w) const {
       for (Index h = hk * p_.group(); h < (hk + 1) * p_.group(); ++h) run_head(work, w, b, h);
       for (int n = 0; n < work.blocks; ++n) store_keys(work, work.block[n], b, hk);
     }
-  if (bias_.on())
-    bias_.write(w.bias, work.key_group, work.query_group, first_batch, first_head * p_.group(), work.block[0].key,
-                work.block[0].keys);
+  bias_.write(w.bias, work.key_group, work.query_group, first_batch, first_head * p_.group(), work.block[0].key,
+              work.block[0].keys);
   work.blocks = 0;
 }
 

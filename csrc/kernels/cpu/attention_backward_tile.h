@@ -16,7 +16,10 @@ template <class T, class E>
 void AttentionBackward<T, E>::run_tile(const Work& work, const Block& block, Scratch& w, const Site<T, E>& site,
                                        const Panels& panel, Index number) const {
   find_cover(w.tile, site, panel, block.key, block.keys);
-  if (w.tile.cover == Cover::none) return;
+  const auto add_bias = [&](const T* ds) {
+    if (bias_.on()) bias_.add(w.bias, w.tile, ds, site.b, site.h, number, block.key, block.keys);
+  };
+  if (w.tile.cover == Cover::none) return add_bias(nullptr);
   ++w.visited;
   const Index row = row_of(site.b, site.h, number);
   begin_sums(work.key_group, row);
@@ -25,7 +28,7 @@ void AttentionBackward<T, E>::run_tile(const Work& work, const Block& block, Scr
   fill_gradients(block, w, site, panel, row);
   score_gradient(w, row, panel.count);
   const T* ds = along_ ? w.dp_dot : w.dp;
-  if (bias_.on()) bias_.add(w.bias, w.tile, ds, site.h, number);
+  add_bias(ds);
   if (shared_.row_sums) {
     T* sums = row_sums(work.key_group, row);
     each_vector<T, kWidth>(w.tile, [&](Index n, int lane) { store(sums + lane, load(sums + lane) + load(ds + n)); });

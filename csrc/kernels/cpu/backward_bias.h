@@ -1,5 +1,6 @@
 // The gradient of a bias of any broadcast shape. A task sums the tiles of one key block over the batches and heads that
-// share the bias, then writes them; a bias that broadcasts over rows or columns goes through partial sums.
+// share the bias, then writes them; a bias that broadcasts over rows or columns goes through partial sums; the tiles of
+// one that nothing shares are written at once.
 #pragma once
 #include "kernels/cpu/backward_plan.h"
 #include "kernels/cpu/score.h"
@@ -11,16 +12,22 @@ class BackwardBias {
  public:
   template <class E>
   BackwardBias(const Problem<T, E>& p, const BackwardResult<T, E>& r, const BackwardPlan& plan)
-      : grad_(r.grad_bias), plan_(plan), group_(p.group()), queries_(p.queries) {}
+      : grad_(r.grad_bias), plan_(plan), group_(p.group()), queries_(p.queries), is_direct_(is_one_of_each(p)) {}
 
   bool on() const { return grad_.defined(); }
   void use_sums(T* sums) { sums_ = sums; }
-  Index scratch_size() const { return on() ? slices() * slice_size() : 0; }
+  bool gathers_blocks() const { return on() && !is_direct_; }  // one at a time
+  Index scratch_size() const { return is_direct_ ? kTileKeys * Width : on() ? slices() * slice_size() : 0; }
 
-  void start(T* scratch) const { std::fill_n(scratch, scratch_size(), T(0)); }
+  void start(T* scratch) const {
+    if (gathers_blocks()) std::fill_n(scratch, scratch_size(), T(0));
+  }
 
-  // scratch += ds, [keys, Width] of panel `panel` of query head h, where the tile was computed
-  void add(T* scratch, const ScoreTile<T>& tile, const T* ds, Index h, Index panel) const {
+  // scratch += ds, [keys, Width] of panel `panel` of one batch and query head, where the tile was computed
+  void add(T* scratch, const ScoreTile<T>& tile, const T* ds, Index b, Index h, Index panel, Index key,
+           int keys) const {
+    if (is_direct_) return put(scratch, tile, ds, b, h, panel, key, keys);
+    if (tile.cover == Cover::none) return;
     T* to = scratch + (slices() > 1 ? h % group_ : 0) * slice_size() + (sums_queries() ? 0 : panel) * tile_size();
     each_vector<T, Width>(tile, [&](Index n, int lane) {
       T* sum = to + (sums_keys() ? lane : n);
@@ -30,6 +37,7 @@ class BackwardBias {
 
   // Writes what batch b and the heads from h on have gathered for keys key .. key + keys.
   void write(const T* scratch, Index key_group, Index query_group, Index b, Index h, Index key, int keys) const {
+    if (!gathers_blocks()) return;
     for (Index slice = 0; slice < slices(); ++slice) {
       const T* from = scratch + slice * slice_size();
       const Index bias_batch = grad_.sizes[0] == 1 ? 0 : b, bias_head = grad_.sizes[1] == 1 ? 0 : h + slice;
@@ -75,18 +83,37 @@ class BackwardBias {
     return static_cast<E*>(grad_.data) + b * strides[0] + h * strides[1] + i * strides[2] + j * strides[3];
   }
 
+  template <class E>
+  bool is_one_of_each(const Problem<T, E>& p) const {
+    const Index sizes[4] = {p.batch, p.heads, p.queries, p.keys};
+    return on() && !sums_queries() && !sums_keys() && std::equal(sizes, sizes + 4, grad_.sizes);
+  }
+
+  // A tile of which a part, or nothing, was computed is zero elsewhere.
+  void put(T* scratch, const ScoreTile<T>& tile, const T* ds, Index b, Index h, Index panel, Index key,
+           int keys) const {
+    if (tile.cover == Cover::all) return write_tile(ds, b, h, panel, key, keys);
+    std::fill_n(scratch, Index(keys) * Width, T(0));
+    if (tile.cover == Cover::some) each_vector<T, Width>(tile, [&](Index n, int) { store(scratch + n, load(ds + n)); });
+    write_tile(scratch, b, h, panel, key, keys);
+  }
+
   void write_block(const T* from, Index query_group, Index b, Index h, Index key, int keys) const {
+    for (Index panel = plan_.first_panel(query_group); panel < plan_.first_panel(query_group + 1); ++panel)
+      write_tile(from + panel * tile_size(), b, h, panel, key, keys);
+  }
+
+  void write_tile(const T* from, Index b, Index h, Index panel, Index key, int keys) const {
+    const int rows = int(std::min<Index>(Width, queries_ - panel * Width));
+    T ones[Width];
+    std::fill_n(ones, Width, T(1));
     with_element(grad_.element, [&]<class E>(E*) {
-      T ones[Width];
-      std::fill_n(ones, Width, T(1));
-      for (Index panel = plan_.first_panel(query_group); panel < plan_.first_panel(query_group + 1); ++panel)
-        lanes_to_rows(from + panel * tile_size(), Width, ones, int(std::min<Index>(Width, queries_ - panel * Width)),
-                      keys, [&](int r, Index k, Vec<T> x, int n) {
-                        E* to = at<E>(b, h, panel * Width + r, key + k);
-                        if constexpr (std::is_same_v<T, E>)
-                          if (grad_.strides[3] == 1) return write_elements(to, x, n);
-                        for (int c = 0; c < n; ++c) to[c * grad_.strides[3]] = convert<E>(x[c]);
-                      });
+      lanes_to_rows(from, Width, ones, rows, keys, [&](int r, Index k, Vec<T> x, int n) {
+        E* to = at<E>(b, h, panel * Width + r, key + k);
+        if constexpr (std::is_same_v<T, E>)
+          if (grad_.strides[3] == 1) return write_elements(to, x, n);
+        for (int c = 0; c < n; ++c) to[c * grad_.strides[3]] = convert<E>(x[c]);
+      });
     });
   }
 
@@ -105,6 +132,7 @@ class BackwardBias {
   Tensor4 grad_;
   BackwardPlan plan_;
   Index group_, queries_;
+  bool is_direct_;
   T* sums_ = nullptr;
 };
 
