@@ -1,0 +1,234 @@
+"""Several processes: training with DDP and FSDP2, and operators on DTensors, give what one process gives."""
+
+import functools
+
+import pytest
+import torch
+from processes import run_together
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import attention_ops
+from attention_ops import distributed, masks
+
+WIDTH, HEADS, KEY_HEADS, LENGTH = 16, 4, 2, 9
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}  # float64; sums over processes come in another order
+
+
+class Block(nn.Module):
+    """Attention with everything that has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.randn(1, HEADS, 1, LENGTH))
+        self.sinks = nn.Parameter(torch.randn(HEADS))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        projections = (self.query, HEADS), (self.key, KEY_HEADS), (self.value, KEY_HEADS)
+        query, key, value = (project(x).unflatten(-1, (heads, -1)).transpose(1, 2) for project, heads in projections)
+        mask = masks.causal() & masks.padding(lengths)
+        out = attention_ops.attention(query, key, value, mask=mask, bias=self.bias, sinks=self.sinks)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, lengths)
+        return x
+
+
+def train(model: nn.Module, x: Tensor, lengths: Tensor, target: Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x, lengths), target).backward()
+        optimizer.step()
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def training(rank: int, wrap) -> None:
+    model = Model().double()
+    alone = Model().double()
+    alone.load_state_dict(model.state_dict())
+    batch = torch.randn(4, LENGTH, WIDTH).double(), torch.tensor([9, 5, 1, 7]), torch.randn(4, LENGTH, WIDTH).double()
+    train(alone, *batch)
+    wrapped = wrap(model)
+    train(wrapped, *(part.chunk(2)[rank] for part in batch))
+    for (name, ours), wanted in zip(wrapped.named_parameters(), alone.parameters(), strict=True):
+        full = [x.full_tensor() if isinstance(x, DTensor) else x for x in (ours, ours.grad)]
+        torch.testing.assert_close(full, [wanted, wanted.grad], msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp2], ids=lambda wrap: wrap.__name__)
+def test_training_equals_that_of_one_process(wrap):
+    run_together(training, wrap)
+
+
+OPTIONAL = {"bias": (1, 4, 1, 7), "sinks": (4,)}
+B, H, LQ, LK = 3, 4, 5, 7  # the batch is shared out unevenly
+
+
+def given(key_heads: int, heads: int = H, names: tuple[str, ...] = ("bias", "sinks")) -> dict[str, Tensor]:
+    sizes = {"query": (B, heads, LQ, 8), "key": (B, key_heads, LK, 8), "value": (B, key_heads, LK, 6)}
+    sizes |= {name: OPTIONAL[name] for name in names}
+    return {name: torch.randn(size, dtype=torch.float64) for name, size in sizes.items()}
+
+
+def gradients(function, tensors: dict[str, Tensor], needed: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    leaves = {name: x.detach().requires_grad_(name in needed) for name, x in tensors.items()}
+    results = function(**leaves)
+    sum(result.square().sum() for result in results).backward()
+    return [result.detach() for result in results], [leaves[name].grad for name in needed]
+
+
+def everything(mask: masks.Mask, **tensors: Tensor) -> list[Tensor]:
+    """All operators, so that every private one is met, forward and backward."""
+    results = [*attention_ops.attention(**tensors, mask=mask, return_lse=True)]
+    del tensors["value"]
+    return [
+        *results,
+        attention_ops.attention_weights(**tensors, mask=mask),
+        *attention_ops.attention_summaries(**tensors, mask=mask),
+    ]
+
+
+def check(mesh: DeviceMesh, tensors: dict[str, Tensor], placements: dict, mask, needed: tuple[str, ...]) -> list:
+    """Results and gradients equal those of plain tensors; returns the results' placements."""
+    wanted = gradients(functools.partial(everything, mask()), tensors, needed)
+    placed = {name: distribute_tensor(x, mesh, [placements.get(name, Replicate())]) for name, x in tensors.items()}
+    distribute = functools.partial(distribute_tensor, device_mesh=mesh, placements=[Replicate()])
+    ours = gradients(functools.partial(everything, mask(distribute)), placed, needed)
+    for mine, theirs in zip(ours, wanted, strict=True):
+        assert [x.shape for x in mine] == [x.shape for x in theirs]
+        torch.testing.assert_close([x.full_tensor() for x in mine], theirs, **CLOSE)
+    return [result.placements[0] for result in ours[0]]
+
+
+def some_mask(place=lambda x: x) -> masks.Mask:
+    lengths, visible = torch.tensor([7, 2, 4]), torch.rand(1, H, LQ, LK, generator=torch.Generator().manual_seed(1))
+    return masks.padding(place(lengths)) & (masks.causal() | masks.dense(place(visible < 0.7)))
+
+
+BATCH = {name: Shard(0) for name in ("query", "key", "value")}
+HEAD = {name: Shard(1) for name in ("query", "key", "value", "bias")} | {"sinks": Shard(0)}
+EACH = ("query", "key", "value", "bias", "sinks")
+
+
+def dtensors(rank: int) -> None:
+    distributed.register()
+    mesh = init_device_mesh("cpu", (2,))
+    for needed in (("key", "sinks"), ("query", "bias"), EACH):  # the last asks for more than the first
+        for key_heads in (1, 2, 4):
+            tensors = given(key_heads)
+            assert set(check(mesh, tensors, BATCH, some_mask, needed)) == {Shard(0)}
+            head = HEAD if key_heads > 1 else {**HEAD, "key": Replicate(), "value": Replicate()}
+            assert set(check(mesh, tensors, head, some_mask, needed)) == {Shard(1)}
+
+
+def test_operators_on_dtensors():
+    run_together(dtensors)
+
+
+def no_mask(place=None) -> masks.Mask:
+    return masks.causal()
+
+
+def corners(rank: int) -> None:
+    """Where sharing out would be wrong, and where it is only unusual."""
+    distributed.register()
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = given(3, heads=6, names=())  # three key heads cannot be shared out to two, with the queries of each
+    unshared = check(mesh, tensors, HEAD, no_mask, ("query", "key", "value"))
+    assert Shard(1) not in unshared
+    uneven = given(3, heads=3, names=())
+    assert set(check(mesh, uneven, HEAD, no_mask, ("query", "key", "value"))) == {Shard(1)}
+    one = {name: x[:1] for name, x in given(2).items() if name != "sinks"}
+    assert Shard(0) not in check(mesh, one, {}, no_mask, ("query", "bias"))
+
+    query, key = (distribute_tensor(x, mesh, [Shard(1)]) for x in (tensors["query"], tensors["key"]))
+    mean = attention_ops.attention_weights(query, key, average=True)  # over all heads
+    torch.testing.assert_close(
+        mean.full_tensor(), attention_ops.attention_weights(tensors["query"], tensors["key"], average=True), **CLOSE
+    )
+
+
+def dropout(rank: int) -> None:
+    distributed.register()
+    mesh, seed = init_device_mesh("cpu", (2,)), torch.tensor([11])
+    tensors = given(2, names=())
+
+    def drop(place, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        placed = {name: place(x) for name, x in tensors.items()}
+        return gradients(
+            lambda **x: [attention_ops.attention(**x, dropout_p=0.5, seed=rows)], placed, ("query", "key", "value")
+        )
+
+    wanted = drop(lambda x: x, seed)
+    rows = distributed.row_seeds(seed, B)
+    for placement, seeds, kept in (
+        (Shard(0), distribute_tensor(rows, mesh, [Shard(0)]), True),
+        (Shard(0), distribute_tensor(rows, mesh, [Replicate()]), True),
+        (Shard(0), distribute_tensor(seed, mesh, [Replicate()]), False),
+        (Shard(1), distribute_tensor(seed, mesh, [Replicate()]), False),
+        (Shard(1), distribute_tensor(rows, mesh, [Replicate()]), False),
+    ):
+        ours = drop(functools.partial(distribute_tensor, device_mesh=mesh, placements=[placement]), seeds)
+        assert (ours[0][0].placements == (placement,)) == kept
+        for mine, theirs in zip(ours, wanted, strict=True):
+            torch.testing.assert_close([x.full_tensor() for x in mine], theirs, **CLOSE)
+
+
+def corners_and_dropout(rank: int) -> None:
+    corners(rank)
+    dropout(rank)
+
+
+def test_what_sharding_would_change_is_gathered():
+    run_together(corners_and_dropout)
+
+
+def test_heads_of_a_mesh_with_two_dimensions():
+    """24 heads on 12 key heads, shared out twice, would not stay in their groups."""
+    assert not distributed._divides_evenly(12, (2, 4))
+    assert distributed._divides_evenly(4, (2, 4))
+    assert distributed._divides_evenly(16, (2, 4))
+
+
+def test_row_seeds_draw_what_the_seed_draws():
+    seed = torch.tensor([5])
+    rows = distributed.row_seeds(seed, 4)
+    whole = attention_ops.dropout_mask(seed, 4, 2, 3, 40, 0.5)
+    assert torch.equal(attention_ops.dropout_mask(rows, 4, 2, 3, 40, 0.5), whole)
+    assert torch.equal(attention_ops.dropout_mask(rows[2:], 2, 2, 3, 40, 0.5), whole[2:])
+    with pytest.raises(ValueError, match=r"row_seeds: expected seed shape \[1\], got \[2\]"):
+        distributed.row_seeds(torch.tensor([1, 2]), 4)
+
+
+def test_every_operator_with_a_query_is_registered():
+    names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("attention_ops::_")}
+    with_query = {
+        name
+        for name in names
+        if any(a.name == "query" for a in torch._C._get_schema(f"attention_ops::{name}", "").arguments)
+    }
+    assert with_query == set(distributed.OPERATORS)
