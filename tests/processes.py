@@ -55,7 +55,7 @@ print(memory("VmHWM") - before)
 
 
 def run_together(work: Callable[..., None], *arguments: object, count: int = 2, timeout: float = 120) -> None:
-    """Calls work(rank, *arguments) in `count` processes that form a gloo group; a failure of one is this test's failure.
+    """Calls work(rank, *arguments) in `count` processes that form a gloo group; one's failure is this test's failure.
 
     They meet through a file, so that no port has to be free.
     """

@@ -8,7 +8,7 @@ from processes import run_together
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import attention_ops
 from attention_ops import distributed, masks
@@ -66,22 +66,25 @@ def fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def training(rank: int, wrap) -> None:
-    model = Model().double()
-    alone = Model().double()
-    alone.load_state_dict(model.state_dict())
-    batch = torch.randn(4, LENGTH, WIDTH).double(), torch.tensor([9, 5, 1, 7]), torch.randn(4, LENGTH, WIDTH).double()
-    train(alone, *batch)
-    wrapped = wrap(model)
-    train(wrapped, *(part.chunk(2)[rank] for part in batch))
-    for (name, ours), wanted in zip(wrapped.named_parameters(), alone.parameters(), strict=True):
-        full = [x.full_tensor() if isinstance(x, DTensor) else x for x in (ours, ours.grad)]
-        torch.testing.assert_close(full, [wanted, wanted.grad], msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+def training(rank: int) -> None:
+    for wrap in (ddp, fsdp2):
+        model = Model().double()
+        alone = Model().double()
+        alone.load_state_dict(model.state_dict())
+        x, target = torch.randn(2, 4, LENGTH, WIDTH, dtype=torch.float64)
+        batch = x, torch.tensor([9, 5, 1, 7]), target
+        train(alone, *batch)
+        wrapped = wrap(model)
+        train(wrapped, *(part.chunk(2)[rank] for part in batch))
+        for (name, ours), wanted in zip(wrapped.named_parameters(), alone.parameters(), strict=True):
+            full = [x.full_tensor() if isinstance(x, DTensor) else x for x in (ours, ours.grad)]
+            torch.testing.assert_close(
+                full, [wanted, wanted.grad], msg=lambda text, name=name: f"{name}: {text}", **CLOSE
+            )
 
 
-@pytest.mark.parametrize("wrap", [ddp, fsdp2], ids=lambda wrap: wrap.__name__)
-def test_training_equals_that_of_one_process(wrap):
-    run_together(training, wrap)
+def test_training_with_ddp_and_fsdp2_equals_that_of_one_process():
+    run_together(training)
 
 
 OPTIONAL = {"bias": (1, 4, 1, 7), "sinks": (4,)}
@@ -137,12 +140,12 @@ EACH = ("query", "key", "value", "bias", "sinks")
 def dtensors(rank: int) -> None:
     distributed.register()
     mesh = init_device_mesh("cpu", (2,))
-    for needed in (("key", "sinks"), ("query", "bias"), EACH):  # the last asks for more than the first
-        for key_heads in (1, 2, 4):
-            tensors = given(key_heads)
-            assert set(check(mesh, tensors, BATCH, some_mask, needed)) == {Shard(0)}
-            head = HEAD if key_heads > 1 else {**HEAD, "key": Replicate(), "value": Replicate()}
-            assert set(check(mesh, tensors, head, some_mask, needed)) == {Shard(1)}
+    # With two key heads, the second and the third ask for gradients that the one before did not.
+    for key_heads, needed in ((2, ("key", "sinks")), (2, ("query", "bias")), (2, EACH), (1, EACH), (4, EACH)):
+        tensors = given(key_heads)
+        assert set(check(mesh, tensors, BATCH, some_mask, needed)) == {Shard(0)}
+        head = HEAD if key_heads > 1 else {**HEAD, "key": Replicate(), "value": Replicate()}
+        assert set(check(mesh, tensors, head, some_mask, needed)) == {Shard(1)}
 
 
 def test_operators_on_dtensors():
@@ -165,11 +168,25 @@ def corners(rank: int) -> None:
     one = {name: x[:1] for name, x in given(2).items() if name != "sinks"}
     assert Shard(0) not in check(mesh, one, {}, no_mask, ("query", "bias"))
 
-    query, key = (distribute_tensor(x, mesh, [Shard(1)]) for x in (tensors["query"], tensors["key"]))
-    mean = attention_ops.attention_weights(query, key, average=True)  # over all heads
-    torch.testing.assert_close(
-        mean.full_tensor(), attention_ops.attention_weights(tensors["query"], tensors["key"], average=True), **CLOSE
-    )
+    check_weights(mesh)
+
+
+def check_weights(mesh: DeviceMesh) -> None:
+    """Their mean wants all heads; of chosen heads the numbers count, for the mask."""
+    query, key, lse = torch.randn(B, 2, LQ, 8), torch.randn(B, 2, LK, 8), torch.randn(B, 2, LQ)
+    visible = torch.rand(1, H, LQ, LK) < 0.5
+    place = functools.partial(distribute_tensor, device_mesh=mesh)
+    share, keep = functools.partial(place, placements=[Shard(1)]), functools.partial(place, placements=[Replicate()])
+
+    def weights(share, keep, heads: list[Tensor], seen: Tensor, average: bool) -> Tensor:
+        tensors = share(query), share(key), share(key[..., :0]), None, None, [keep(seen)]
+        chosen = keep(heads[0]) if heads else None
+        last = share(lse), chosen, None, LQ, average
+        return torch.ops.attention_ops._attention_weights(*tensors, "dense", 0.3, 0.0, 0.0, None, *last)
+
+    for call in (([torch.tensor([3, 1])], visible, False), ([], visible[:, :2], True)):
+        wanted = weights(lambda x: x, lambda x: x, *call)
+        torch.testing.assert_close(weights(share, keep, *call).full_tensor(), wanted)
 
 
 def dropout(rank: int) -> None:
@@ -225,7 +242,9 @@ def test_row_seeds_draw_what_the_seed_draws():
 
 
 def test_every_operator_with_a_query_is_registered():
-    names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("attention_ops::_")}
+    names = {
+        name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("attention_ops::_")
+    }
     with_query = {
         name
         for name in names

@@ -8,13 +8,13 @@ import pathlib
 import pytest
 
 import attention_ops
-from attention_ops import masks, reference, visualize
+from attention_ops import distributed, masks, reference, visualize
 
 FOLDER = pathlib.Path(attention_ops.__file__).parent
 MODULES = [*sorted(f"attention_ops.{path.stem}" for path in FOLDER.glob("[!_]*.py")), "attention_ops._library"]
 PUBLIC = [
     getattr(module, name)
-    for module in (attention_ops, masks, reference, visualize)
+    for module in (attention_ops, distributed, masks, reference, visualize)
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 ]
@@ -31,5 +31,5 @@ def test_every_public_function_has_an_example(function):
 
 
 def test_all_names_are_there():
-    for module in (attention_ops, masks, reference, visualize):
+    for module in (attention_ops, distributed, masks, reference, visualize):
         assert all(hasattr(module, name) for name in module.__all__)

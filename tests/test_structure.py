@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "_isas": set(),
     "_library": {"_isas"},
     "masks": set(),
+    "distributed": set(),
     "functional": {"_library", "masks"},
     "reference": {"masks"},
     "visualize": set(),
