@@ -15,7 +15,7 @@ PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
 BUILD_NEEDS = numpy 'setuptools>=77' ninja
 DEMO_NEEDS = tqdm matplotlib
-TEST_NEEDS = $(DEMO_NEEDS) pytest pytest-xdist hypothesis
+TEST_NEEDS = $(DEMO_NEEDS) pytest pytest-xdist hypothesis cmake
 LINT_NEEDS = ruff clang-format
 CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format as run; run()'
 
@@ -26,7 +26,7 @@ export ATTENTION_OPS_WERROR := 1
 # The package is built in place; scripts in other folders find it here.
 export PYTHONPATH := $(CURDIR)
 
-CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.c' -o -name '*.cuh' -o -name '*.cu')
+CPP = $(shell find csrc tests benchmarks examples -name '*.h' -o -name '*.cpp' -o -name '*.c' -o -name '*.cuh' -o -name '*.cu')
 
 .PHONY: help demo test sanitize cross lint format bench build clean environment
 .DEFAULT_GOAL := help

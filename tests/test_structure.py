@@ -11,9 +11,9 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 CPP = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cuh", ".cu"))
-PYTHON = sorted(
-    path for folder in ("attention_ops", "benchmarks", "examples", "tests") for path in (ROOT / folder).glob("*.py")
-)
+PYTHON_FOLDERS = ("attention_ops", "benchmarks", "examples", "examples/cpp", "tests")
+PYTHON = sorted(path for folder in PYTHON_FOLDERS for path in (ROOT / folder).glob("*.py"))
+PROGRAMS = sorted(path for path in (ROOT / "examples" / "cpp").glob("*") if path.suffix in (".h", ".cpp"))
 CPP_IDS = [str(path.relative_to(CSRC)) for path in CPP]
 
 # What each folder of csrc may include of the others. `kernels` itself and `kernels/mask` know nothing above them.
@@ -106,7 +106,7 @@ def package_imports(tree: ast.Module) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [*CPP, *PYTHON], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*CPP, *PYTHON, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short_and_open_with_what_they_hold(path: pathlib.Path) -> None:
     lines = path.read_text().splitlines()
     assert len(lines) <= 400
@@ -193,7 +193,7 @@ def closing_brace(code: str, opening: int) -> int:
 
 
 def test_functions_are_short() -> None:
-    functions = [f for path in CPP for f in cpp_functions(path)] + [
+    functions = [f for path in CPP + PROGRAMS for f in cpp_functions(path)] + [
         f for path in PYTHON for f in python_functions(path)
     ]
     assert len(functions) > 100  # the readers above see something
