@@ -195,19 +195,6 @@ class Layer(torch.nn.Module):
         return attention_ops.attention(query, key, value, mask=self.mask)
 
 
-def test_export_with_a_dynamic_length():
-    length = torch.export.Dim("length", min=2, max=4096)
-    exported = torch.export.export(Layer(), (torch.randn(2, 9, 8),), dynamic_shapes={"x": {1: length}})
-    for program in (exported, exported.run_decompositions()):
-        names = [str(node.target) for node in program.graph.nodes if "attention_ops" in str(node.target)]
-        assert len(names) == 1
-        for size in (9, 30, 100):
-            x = torch.randn(2, size, 8)
-            layer = Layer()
-            layer.load_state_dict(dict(program.state_dict))
-            torch.testing.assert_close(program.module()(x), layer(x))
-
-
 def test_modules_with_masks_are_copied():
     layer = Layer()
     x = torch.randn(1, 5, 8)
