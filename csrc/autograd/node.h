@@ -79,12 +79,19 @@ struct FormulaNode final : torch::autograd::Node {
   variable_list apply_with_saved(const variable_list& grads,
                                  torch::dynamo::autograd::SwapSavedVariables& swap) override {
     swap.before(saved_);
+    visit_constants([&](auto& constant) { swap.before(constant); });
     variable_list result = apply(variable_list(grads));
     swap.after(saved_);
+    visit_constants([&](auto& constant) { swap.after(constant); });
     return result;
   }
 
  private:
+  // A size among the constants is a symbol while the backward is traced.
+  void visit_constants(auto&& f) {
+    formula.visit([&]<class T>(const T& constant) { f(const_cast<T&>(constant)); });
+  }
+
   std::vector<torch::autograd::SavedVariable> saved_;
 };
 
