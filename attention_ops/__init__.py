@@ -6,6 +6,7 @@ load()
 
 from . import masks, reference, visualize  # noqa: E402
 from .functional import (  # noqa: E402
+    COMPUTE_INTENSIVE_OPS,
     Summaries,
     attention,
     attention_summaries,
@@ -17,6 +18,7 @@ from .functional import (  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "COMPUTE_INTENSIVE_OPS",
     "Summaries",
     "attention",
     "attention_summaries",

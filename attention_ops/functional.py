@@ -9,6 +9,7 @@ from torch import Tensor
 from . import masks
 
 __all__ = [
+    "COMPUTE_INTENSIVE_OPS",
     "Summaries",
     "attention",
     "attention_summaries",
@@ -19,6 +20,14 @@ __all__ = [
 
 MaskLike = masks.Mask | str | Tensor | None
 OPERATORS = torch.ops.attention_ops
+
+# What a selective checkpoint should keep rather than compute twice: the operators behind the public functions, as
+# policies see them. A list, for torch.utils.checkpoint.create_selective_checkpoint_contexts.
+COMPUTE_INTENSIVE_OPS = [
+    OPERATORS._attention_forward.default,
+    OPERATORS._attention_weights.default,
+    OPERATORS._attention_summaries.default,
+]
 
 
 def attention(

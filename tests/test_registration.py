@@ -1,13 +1,11 @@
-"""What torch asks of an operator: opcheck, compile, export, autocast, meta tensors, copies, checkpoints."""
+"""What torch asks of an operator: opcheck, autocast, meta tensors, copies, modes."""
 
 import copy
 
 import cases
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import attention_ops
 from attention_ops import masks
@@ -104,59 +102,6 @@ def test_opcheck_public_operators():
     torch.library.opcheck(OPS.attention_summaries.default, (query, key, data, mask, bias, sinks))
 
 
-def with_gradients(function, tensors: list[Tensor]) -> list[Tensor]:
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
-
-
-def lengths_of(batch: int, length: int) -> Tensor:
-    return torch.arange(batch) * 3 % length + 1
-
-
-FUNCTIONS = {
-    "plain": lambda q, k, v: attention_ops.attention(q, k, v),
-    "causal": lambda q, k, v: attention_ops.attention(q, k, v, mask=masks.causal()),
-    "text": lambda q, k, v: attention_ops.attention(q, k, v, mask="causal & sliding_window(9, 0)", softcap=2.0),
-    "padding": lambda q, k, v: attention_ops.attention(
-        q, k, v, mask=masks.causal() & masks.padding(lengths_of(q.shape[0], q.shape[2]))
-    ),
-    "seeded": lambda q, k, v: attention_ops.attention(q, k, v, dropout_p=0.3, seed=torch.tensor([4])),
-    "sdpa": lambda q, k, v: attention_ops.scaled_dot_product_attention(q, k, v, is_causal=True),
-    "weights": lambda q, k, v: attention_ops.attention_weights(q, k, mask="causal") @ v,
-    "summaries": lambda q, k, v: sum(s.sum() for s in attention_ops.attention_summaries(q, k)) + v.sum(),
-}
-
-
-@pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in FUNCTIONS), ("padding", "inductor")])
-def test_compiled_equals_eager_without_breaks_or_recompilations(name, backend):
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    compiled = torch.compile(FUNCTIONS[name], backend=counter, fullgraph=True, dynamic=True)
-    lengths, count = ((2, 33), (3, 40), (4, 65), (2, 130)), None
-    for batch, length in lengths:
-        tensors = [torch.randn(batch, 4, length, 16) for _ in range(3)]
-        with torch._dynamo.config.patch(error_on_recompile=count is not None):
-            ours = with_gradients(compiled, tensors)
-        count = counter.frame_count if count is None else count
-        for a, b in zip(ours, with_gradients(FUNCTIONS[name], tensors), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert counter.frame_count == count
-
-
-def test_compiled_dropout_follows_manual_seed():
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x: attention_ops.attention(x, x, x, dropout_p=0.5), backend="aot_eager", fullgraph=True
-    )
-    x, outs = torch.randn(1, 2, 20, 8), []
-    for seed in (1, 2, 1):
-        torch.manual_seed(seed)
-        outs.append(compiled(x))
-    assert torch.equal(outs[0], outs[2])
-    assert not torch.equal(outs[0], outs[1])
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype, compiled):
@@ -207,15 +152,6 @@ def test_masks_with_data_are_copied():
     assert twin.spec == mask.spec
     assert twin.data[0] is not mask.data[0]
     assert torch.equal(twin.dense(1, 1, 4, 4), mask.dense(1, 1, 4, 4))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_inside_a_module(reentrant):
-    layer, x = Layer(), torch.randn(2, 9, 8, requires_grad=True)
-    layer(x).square().sum().backward()
-    wanted, x.grad = x.grad, None
-    checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
-    assert torch.equal(x.grad, wanted)
 
 
 @pytest.mark.parametrize("strides", cases.AXES["strides"])
