@@ -54,6 +54,15 @@ def test_compiled_equals_eager_without_breaks_or_recompilations(name, backend):
     assert counter.frame_count == count
 
 
+@pytest.mark.parametrize(("batch", "length"), [(1, 33), (2, 1), (1, 1)])
+def test_sizes_of_one(batch, length):
+    """torch compiles them anew; the graph must be whole and right all the same."""
+    compiled = torch.compile(FUNCTIONS["padding"], backend="aot_eager", fullgraph=True, dynamic=True)
+    for sizes in ((2, 40), (batch, length)):
+        tensors = [torch.randn(sizes[0], 4, sizes[1], 16) for _ in range(3)]
+        torch.testing.assert_close(with_gradients(compiled, tensors), with_gradients(FUNCTIONS["padding"], tensors))
+
+
 def test_compiled_dropout_follows_manual_seed():
     compiled = torch.compile(
         lambda x: attention_ops.attention(x, x, x, dropout_p=0.5), backend="aot_eager", fullgraph=True
@@ -64,6 +73,17 @@ def test_compiled_dropout_follows_manual_seed():
         outs.append(compiled(x))
     assert torch.equal(outs[0], outs[2])
     assert not torch.equal(outs[0], outs[1])
+
+
+def test_gradients_of_samples_compile():
+    query, key, value = torch.randn(3, 5, 2, 4, 9, 8).unbind(0)  # five samples
+
+    def loss(one: Tensor) -> Tensor:
+        return attention_ops.attention(one, key[0], value[0], mask="causal").square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss))
+    compiled = torch.compile(per_sample, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(query), per_sample(query))
 
 
 @pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning")

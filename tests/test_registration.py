@@ -181,6 +181,28 @@ def test_inference_mode_and_no_grad():
         assert torch.equal(out, wanted)
 
 
+def test_deterministic_algorithms():
+    """The setting is accepted, changes no bit, and what it fills fresh memory with is never left."""
+    inputs = cases.make(cases.Case(cases.SHAPES[3], mask="padding", bias="bias_keys", sinks=True, dropout_p=0.3))
+
+    def everything() -> list[Tensor]:
+        out, lse = attention_ops.attention(**inputs.tensors, **inputs.options, return_lse=True)
+        given = {name: x for name, x in inputs.tensors.items() if name != "value"}
+        weights = attention_ops.attention_weights(**given, mask=inputs.options["mask"])
+        summaries = attention_ops.attention_summaries(**given, mask=inputs.options["mask"])
+        results = [out, lse.nan_to_num(neginf=0), weights, *summaries]
+        grads = torch.autograd.grad(sum(x.square().sum() for x in results), list(inputs.tensors.values()))
+        return [*results, *grads]
+
+    wanted = everything()
+    torch.use_deterministic_algorithms(True)
+    try:
+        ours = everything()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(ours, wanted, strict=True))
+
+
 def test_an_input_changed_in_place_is_noticed():
     query = torch.randn(1, 1, 3, 4, requires_grad=True)
     key = torch.randn(1, 1, 3, 4)
