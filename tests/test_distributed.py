@@ -1,14 +1,17 @@
 """Several processes: training with DDP and FSDP2, and operators on DTensors, give what one process gives."""
 
 import functools
+import os
+import pathlib
 
 import pytest
 import torch
-from processes import run_together
+from processes import run_alone, run_together
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import attention_ops
 from attention_ops import distributed, masks
@@ -224,11 +227,36 @@ def test_what_sharding_would_change_is_gathered():
     run_together(corners_and_dropout)
 
 
-def test_heads_of_a_mesh_with_two_dimensions():
-    """24 heads on 12 key heads, shared out twice, would not stay in their groups."""
-    assert not distributed._divides_evenly(12, (2, 4))
-    assert distributed._divides_evenly(4, (2, 4))
-    assert distributed._divides_evenly(16, (2, 4))
+def simulated() -> None:
+    """Eight ranks in one process: each mesh dimension may share out the batch or the heads."""
+    from torch.distributed._local_tensor import LocalTensorMode
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    distributed.register()
+    with LocalTensorMode(8):
+        mesh = init_device_mesh("cpu", (2, 4))
+        for heads, key_heads, shared in ((8, 8, True), (8, 4, True), (4, 1, True), (24, 12, False)):
+            tensors = given(key_heads, heads=heads, names=())
+            wanted = gradients(only_attention, tensors, EACH[:3])
+            placements = [[Shard(0), Shard(1) if x.shape[1] > 1 else Replicate()] for x in tensors.values()]
+            placed = {
+                name: distribute_tensor(x, mesh, p) for (name, x), p in zip(tensors.items(), placements, strict=True)
+            }
+            ours = gradients(only_attention, placed, EACH[:3])
+            # 24 heads on 12 key heads, were both dimensions to share them out, would not stay in their groups.
+            assert (ours[0][0].placements == (Shard(0), Shard(1))) == shared
+            for mine, theirs in zip(ours[0] + ours[1], wanted[0] + wanted[1], strict=True):
+                torch.testing.assert_close(mine.full_tensor().reconcile(), theirs, **CLOSE)
+
+
+def only_attention(**tensors: Tensor) -> list[Tensor]:
+    return [attention_ops.attention(**tensors, mask="causal")]
+
+
+def test_a_mesh_with_two_dimensions():
+    pytest.importorskip("torch.distributed._local_tensor", reason="torch cannot simulate ranks before 2.13")
+    tests = pathlib.Path(__file__).parent
+    run_alone("import test_distributed as t; t.simulated()", PYTHONPATH=f"{tests.parent}{os.pathsep}{tests}")
 
 
 def test_row_seeds_draw_what_the_seed_draws():
