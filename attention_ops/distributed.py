@@ -34,7 +34,11 @@ def register() -> tuple[str, ...]:
     gradient is a partial sum. Key heads are shared out as query heads are, in groups, where every device gets as many,
     or are replicated if there is one. Everything else is gathered first, as DTensor does. With dropout, heads are
     gathered, since the numbers drawn depend on them, and the batch is too unless the seed is a row for each sample:
-    see `row_seeds`. A seed has to be given: torch cannot draw one that is the same on all devices.
+    see `row_seeds`. A seed has to be given then, the same on all devices.
+
+        register()
+        query, key, value = (distribute_tensor(x, mesh, [Shard(1)]) for x in (query, key, value))  # by heads
+        out = attention(query, key, value, mask="causal")  # a DTensor, by heads too
 
     Returns:
         The names of the operators. A second call does nothing.

@@ -86,6 +86,8 @@ def attention(
     data, options = _given("attention", bias, mask, sinks, scale, softcap)
     if dropout_p != 0:
         options["dropout_p"] = dropout_p
+        if seed is None and type(query).__name__ == "DTensor":  # each device would draw its own
+            raise ValueError("attention: expected seed a Tensor with dropout of DTensors, got None")
     if seed is not None:
         _check_tensors("attention", seed=seed)
         options["seed"] = seed

@@ -197,12 +197,14 @@ def dropout(rank: int) -> None:
     mesh, seed = init_device_mesh("cpu", (2,)), torch.tensor([11])
     tensors = given(2, names=())
 
-    def drop(place, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def drop(place, rows: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
         placed = {name: place(x) for name, x in tensors.items()}
         return gradients(
             lambda **x: [attention_ops.attention(**x, dropout_p=0.5, seed=rows)], placed, ("query", "key", "value")
         )
 
+    with pytest.raises(ValueError, match="attention: expected seed a Tensor with dropout of DTensors, got None"):
+        drop(functools.partial(distribute_tensor, device_mesh=mesh, placements=[Shard(0)]), None)
     wanted = drop(lambda x: x, seed)
     rows = distributed.row_seeds(seed, B)
     for placement, seeds, kept in (
