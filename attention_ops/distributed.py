@@ -18,10 +18,16 @@ __all__ = ["register", "row_seeds"]
 OPERATORS = (
     "_attention_forward",
     "_attention_backward",
+    "_attention_jvp",
+    "_attention_double_backward",
     "_attention_weights",
     "_attention_weights_backward",
+    "_attention_weights_jvp",
+    "_attention_weights_double_backward",
     "_attention_summaries",
     "_attention_summaries_backward",
+    "_attention_summaries_jvp",
+    "_attention_summaries_double_backward",
 )
 Arguments = dict[str, typing.Any]  # by name; tensors as specs, which have ndim, shape and mesh
 
@@ -129,7 +135,7 @@ def _axis(name: str, ndim: int, along: str) -> int | None:
     """Where a tensor has its batch or its heads: at 0 and 1, but for those without a batch and masks without heads."""
     if name in ("heads", "rows"):
         return None
-    if name == "sinks":
+    if name in ("sinks", "sinks_t"):
         return 0 if along == "heads" else None
     if along == "batch":
         return 0
@@ -137,10 +143,10 @@ def _axis(name: str, ndim: int, along: str) -> int | None:
 
 
 def _of_result(name: str, index: int, given: Arguments, along: str) -> Placement:
+    if "needed" in given and not given["needed"][index]:
+        return Replicate()  # an empty tensor
     if not name.startswith("grad_"):
         return Shard(0 if along == "batch" else 1)
-    if not given["needed"][index]:
-        return Replicate()  # an empty tensor
-    of = name.removeprefix("grad_")
+    of = name.removeprefix("grad_").removesuffix("_t")
     placement = _of_input(of, given[of], along)
     return Partial() if placement == Replicate() else placement

@@ -21,12 +21,15 @@ __all__ = [
 MaskLike = masks.Mask | str | Tensor | None
 OPERATORS = torch.ops.attention_ops
 
-# What a selective checkpoint should keep rather than compute twice: the operators behind the public functions, as
-# policies see them. A list, for torch.utils.checkpoint.create_selective_checkpoint_contexts.
+# What a selective checkpoint should keep rather than compute twice: the operators behind the public functions and their
+# tangents, as policies see them. A list, for torch.utils.checkpoint.create_selective_checkpoint_contexts.
 COMPUTE_INTENSIVE_OPS = [
     OPERATORS._attention_forward.default,
+    OPERATORS._attention_jvp.default,
     OPERATORS._attention_weights.default,
+    OPERATORS._attention_weights_jvp.default,
     OPERATORS._attention_summaries.default,
+    OPERATORS._attention_summaries_jvp.default,
 ]
 
 

@@ -87,7 +87,7 @@ def test_a_policy_keeps_attention_and_recomputes_the_rest(policy):
     check(call)
     with Calls() as calls:
         call(Layer(), torch.randn(2, 9, 8, requires_grad=True)).backward()
-    assert {op: calls.of[op] for op in attention_ops.COMPUTE_INTENSIVE_OPS} == {
+    assert {op: n for op, n in calls.of.items() if op in attention_ops.COMPUTE_INTENSIVE_OPS} == {
         FORWARD: 3,  # weights and summaries each need the forward's lse
         OPS._attention_weights.default: 1,
         OPS._attention_summaries.default: 1,
@@ -101,8 +101,8 @@ def test_without_a_policy_attention_is_recomputed():
     assert calls.of[FORWARD] == 6
 
 
-def test_the_list_holds_every_forward():
-    """What is left out gives gradients, or is cheap."""
+def test_the_list_holds_what_a_forward_calls():
+    """What is left out gives gradients."""
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("attention_ops::_attention")}
     forwards = {name for name in names if not name.endswith("_backward")}
     assert {op.name() for op in attention_ops.COMPUTE_INTENSIVE_OPS} == forwards

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import attention_ops
 from attention_ops import distributed, masks
 
+OPS = torch.ops.attention_ops
 WIDTH, HEADS, KEY_HEADS, LENGTH = 16, 4, 2, 9
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}  # float64; sums over processes come in another order
 
@@ -151,8 +152,56 @@ def dtensors(rank: int) -> None:
         assert set(check(mesh, tensors, head, some_mask, needed)) == {Shard(1)}
 
 
+def second_order(tensors: dict[str, Tensor]) -> list[Tensor]:
+    """The gradient of a gradient of all operators."""
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    loss = sum(result.square().sum() for result in everything(masks.causal(), **leaves))
+    first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+    return list(torch.autograd.grad(sum(x.square().sum() for x in first), list(leaves.values())))
+
+
+def tangents(place) -> list[Tensor]:
+    """Forward mode by its operators: torch cannot make a DTensor dual."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"query": (B, H, LQ, 8), "key": (B, 2, LK, 8), "value": (B, 2, LK, 6), "none": (B, 2, LK, 0)}
+    sizes |= {"out": (B, H, LQ, 6), "lse": (B, H, LQ), "bias": (1, H, 1, LK)}
+    x = {name: place(torch.randn(size, generator=generator), name) for name, size in sizes.items()}
+    options = x["bias"], None, [], "causal", 0.3, 0.0, 0.0, None
+    of_scores = x["query"], x["key"], None, x["lse"]  # tangents of query, key, bias, lse
+    pair, argmax = (x["query"], x["key"]), place(torch.ones(B, H, LQ, dtype=torch.int64), "lse")
+    return [
+        *OPS._attention_jvp(*pair, x["value"], *options, x["out"], x["lse"], *pair, x["value"], None, None),
+        OPS._attention_weights_jvp(*pair, x["none"], *options, x["lse"], None, None, LQ, False, *of_scores),
+        *OPS._attention_summaries_jvp(*pair, x["none"], *options, x["lse"], argmax, *of_scores),
+    ]
+
+
+def second_derivatives(rank: int) -> None:
+    distributed.register()
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = given(2)
+    wanted = second_order(tensors)
+    for placements in (BATCH, HEAD):
+        placed = {name: distribute_tensor(x, mesh, [placements.get(name, Replicate())]) for name, x in tensors.items()}
+        for mine, theirs in zip(second_order(placed), wanted, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs, **CLOSE)
+        shard = placements["query"]
+
+        def place(x: Tensor, name: str, shard=shard) -> Tensor:
+            return distribute_tensor(x, mesh, [Replicate() if name == "bias" and shard == Shard(0) else shard])
+
+        for mine, theirs in zip(tangents(place), tangents(lambda x, name: x), strict=True):
+            assert mine.placements == (shard,)
+            torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+def all_derivatives(rank: int) -> None:
+    dtensors(rank)
+    second_derivatives(rank)
+
+
 def test_operators_on_dtensors():
-    run_together(dtensors)
+    run_together(all_derivatives)
 
 
 def no_mask(place=None) -> masks.Mask:
@@ -185,7 +234,7 @@ def check_weights(mesh: DeviceMesh) -> None:
         tensors = share(query), share(key), share(key[..., :0]), None, None, [keep(seen)]
         chosen = keep(heads[0]) if heads else None
         last = share(lse), chosen, None, LQ, average
-        return torch.ops.attention_ops._attention_weights(*tensors, "dense", 0.3, 0.0, 0.0, None, *last)
+        return OPS._attention_weights(*tensors, "dense", 0.3, 0.0, 0.0, None, *last)
 
     for call in (([torch.tensor([3, 1])], visible, False), ([], visible[:, :2], True)):
         wanted = weights(lambda x: x, lambda x: x, *call)
