@@ -55,6 +55,19 @@ def test_checkpoint_with_dropout(reentrant):
     check(lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant))
 
 
+def test_a_second_derivative_through_a_checkpoint():
+    layer, x = Layer(), torch.randn(2, 9, 8, requires_grad=True)
+
+    def penalty(layer: Layer, x: Tensor, call=plainly) -> Tensor:
+        leaves = [x, *layer.parameters()]
+        return sum(g.square().sum() for g in torch.autograd.grad(call(layer, x), leaves, create_graph=True))
+
+    wanted = gradients(layer, x, penalty)
+    kept = functools.partial(checkpoint, use_reentrant=False)
+    ours = gradients(layer, x, functools.partial(penalty, call=kept))
+    assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
+
+
 class Calls(TorchDispatchMode):
     """Counts calls of operators."""
 

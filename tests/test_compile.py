@@ -75,15 +75,27 @@ def test_compiled_dropout_follows_manual_seed():
     assert not torch.equal(outs[0], outs[1])
 
 
-def test_gradients_of_samples_compile():
-    query, key, value = torch.randn(3, 5, 2, 4, 9, 8).unbind(0)  # five samples
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(f),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "hessian": lambda f: torch.func.hessian(f),
+    "grad of grad": lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum()),
+    "vmap of grad": lambda f: lambda x: torch.func.vmap(torch.func.grad(f))(torch.stack([x, -x])),
+}
 
-    def loss(one: Tensor) -> Tensor:
-        return attention_ops.attention(one, key[0], value[0], mask="causal").square().sum()
 
-    per_sample = torch.func.vmap(torch.func.grad(loss))
-    compiled = torch.compile(per_sample, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(query), per_sample(query))
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_compile(name):
+    key, value = torch.randn(2, 1, 2, 3, 4, dtype=torch.float64)
+
+    def loss(query: Tensor) -> Tensor:
+        return attention_ops.attention(query, key, value, mask="causal").sin().sum()
+
+    transformed = TRANSFORMS[name](loss)
+    compiled = torch.compile(transformed, backend="aot_eager", fullgraph=True)
+    for length in (3, 5):
+        x = torch.randn(1, 2, length, 4, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), transformed(x))
 
 
 @pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning")
@@ -136,6 +148,17 @@ def test_compiled_autograd_of_weights(name):
         with torch._dynamo.compiled_autograd._enable(compiler):
             FUNCTIONS[name](*leaves).square().sum().backward()
         torch.testing.assert_close([leaf.grad for leaf in leaves], wanted)
+
+
+@torchs_own
+def test_compiled_autograd_of_a_second_derivative():
+    leaves = rich_leaves(2, 9)
+    first = torch.autograd.grad(rich(*leaves).square().sum(), leaves, create_graph=True)
+    penalty = sum(x.square().sum() for x in first)
+    wanted = torch.autograd.grad(penalty, leaves, retain_graph=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        penalty.backward()
+    torch.testing.assert_close([leaf.grad for leaf in leaves], list(wanted))
 
 
 @torchs_own

@@ -129,6 +129,28 @@ def test_autocast_of_mixed_types_and_of_float64():
         assert attention_ops.attention(*[query.double()] * 3).dtype == torch.float64
 
 
+def test_autocast_of_tangents_and_of_second_derivatives():
+    """They are those of the half type."""
+    key, value = torch.randn(2, 1, 2, 9, 8)
+
+    def cast(query: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attention_ops.attention(query, key, value, mask="causal")
+
+    def by_hand(query: Tensor) -> Tensor:
+        return attention_ops.attention(*(x.bfloat16() for x in (query, key, value)), mask="causal")
+
+    def twice(function):
+        first = torch.func.grad(lambda x: function(x).float().square().sum())
+        return torch.func.grad(lambda x: first(x).square().sum())
+
+    query, tangent = torch.randn(2, 1, 2, 9, 8)
+    ours, wanted = (torch.func.jvp(f, (query,), (tangent,))[1] for f in (cast, by_hand))
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, wanted)
+    assert torch.equal(twice(cast)(query), twice(by_hand)(query))
+
+
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
