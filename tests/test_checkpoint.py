@@ -55,6 +55,15 @@ def test_checkpoint_with_dropout(reentrant):
     check(lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant))
 
 
+def test_a_compiled_checkpoint():
+    """Dropout drops the same when the backward computes the forward anew."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda layer, x: checkpoint(layer, x, use_reentrant=False), backend="aot_eager", fullgraph=True
+    )
+    check(compiled)
+
+
 def test_a_second_derivative_through_a_checkpoint():
     layer, x = Layer(), torch.randn(2, 9, 8, requires_grad=True)
 
