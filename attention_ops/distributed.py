@@ -34,7 +34,8 @@ Arguments = dict[str, typing.Any]  # by name; tensors as specs, which have ndim,
 
 @functools.cache
 def register() -> tuple[str, ...]:
-    """Tells DTensor which placements the operators take; `attention` and the others then work on DTensors.
+    """Tells DTensor which placements the operators take; `attention` and the others then work on DTensors, the tensors
+    of masks included.
 
     The batch may be sharded and the heads may be, over any mesh; what broadcasts there stays replicated, and its
     gradient is a partial sum. Key heads are shared out as query heads are, in groups, where every device gets as many,
