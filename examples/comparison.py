@@ -1,0 +1,82 @@
+"""What the examples of derivatives share: options, and one training step on attention_ops and on torch's SDPA."""
+
+import argparse
+import math
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+OURS, PEER = "attention_ops", "torch SDPA, math"  # of torch's backends only the math one has these derivatives
+STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
+Step = Callable[[], list[Tensor]]  # the gradients of one training step
+
+
+def parse(description: str, steps: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=int, default=steps, help=f"training steps ({steps})")
+    parser.add_argument("--quick", action="store_true", help="a small problem and few steps")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo"), help="folder of the picture (demo)")
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)  # a case and an operator
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return arguments
+
+
+def largest_difference(ours: Step, peer: Step) -> float:
+    """Of the two steps' gradients, relative to the largest."""
+    wanted = peer()
+    largest = max(g.abs().max() for g in wanted)
+    return max((a - b).abs().max() / largest for a, b in zip(ours(), wanted, strict=True)).item()
+
+
+def memory(field: str) -> float:
+    """A line of this process's /proc/self/status in MiB: VmRSS (now) or VmHWM (its peak)."""
+    return int(STATUS.read_text().split(field + ":")[1].split()[0]) / 1024
+
+
+def print_peak(warm_up: Step, step: Step) -> None:
+    """What a step takes above what the process holds, in MiB; for a process of its own (see peak_alone)."""
+    warm_up()
+    CLEAR.write_text("5")  # the peak counts from here
+    before = memory("VmRSS")
+    step()
+    print(memory("VmHWM") - before)
+
+
+def peak_alone(*arguments: str) -> float:
+    """What this script prints by print_peak in a fresh process; nan where the system does not count."""
+    if not CLEAR.exists():
+        return math.nan
+    command = [sys.executable, *arguments]
+    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def medians(steps: dict[str, Step], rounds: int) -> dict[str, float]:
+    """Milliseconds over A B A B ..., so that whatever else the machine does slows all alike; a first round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: 1000 * statistics.median(times[1:]) for name, times in seconds.items()}
+
+
+def compare(cases: dict[str, Callable[[str], Step]], quick: bool) -> None:
+    """A table of time and memory; each case makes the step of an operator."""
+    options = ["--quick"] if quick else []
+    width = 2 + max(map(len, cases))
+    print(f"\n{'a training step of':{width}}{'':18}{'time':>12}{'memory':>14}")
+    for case, make in list(cases.items())[: 1 if quick else None]:
+        times = medians({name: make(name) for name in (OURS, PEER)}, rounds=1 if quick else 7)
+        for name, milliseconds in times.items():
+            peak = peak_alone(sys.argv[0], *options, "--memory-of", case, name)
+            print(f"{case:{width}}{name:18}{milliseconds:9,.0f} ms{peak:10,.0f} MiB")
+    threads = torch.get_num_threads()
+    print(f"Medians of turns A B A B ... on {threads} threads; memory is the peak above that before the step.")
