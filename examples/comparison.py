@@ -15,6 +15,7 @@ from torch import Tensor
 OURS, PEER = "attention_ops", "torch SDPA, math"  # of torch's backends only the math one has these derivatives
 STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
 Step = Callable[[], list[Tensor]]  # the gradients of one training step
+Make = Callable[[int, int, str], Step]  # of so many things of such a size, by an operator
 
 
 def parse(description: str, steps: int) -> argparse.Namespace:
@@ -22,7 +23,7 @@ def parse(description: str, steps: int) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=steps, help=f"training steps ({steps})")
     parser.add_argument("--quick", action="store_true", help="a small problem and few steps")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo"), help="folder of the picture (demo)")
-    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)  # a case and an operator
+    parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)  # arguments of Make
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     return arguments
@@ -35,14 +36,22 @@ def largest_difference(ours: Step, peer: Step) -> float:
     return max((a - b).abs().max() / largest for a, b in zip(ours(), wanted, strict=True)).item()
 
 
+def verify(differences: dict[str, float]) -> list[str]:
+    """Prints what must be rounding alone; returns what is more."""
+    for name, value in differences.items():
+        print(f"{name} {value:.0e}")
+    return [f"{name} {value:.1e}" for name, value in differences.items() if not value < 1e-6]
+
+
 def memory(field: str) -> float:
     """A line of this process's /proc/self/status in MiB: VmRSS (now) or VmHWM (its peak)."""
     return int(STATUS.read_text().split(field + ":")[1].split()[0]) / 1024
 
 
-def print_peak(warm_up: Step, step: Step) -> None:
+def print_peak(make: Make, count: str, size: str, name: str) -> None:
     """What a step takes above what the process holds, in MiB; for a process of its own (see peak_alone)."""
-    warm_up()
+    make(2, 8, name)()  # warms up
+    step = make(int(count), int(size), name)
     CLEAR.write_text("5")  # the peak counts from here
     before = memory("VmRSS")
     step()
@@ -68,15 +77,14 @@ def medians(steps: dict[str, Step], rounds: int) -> dict[str, float]:
     return {name: 1000 * statistics.median(times[1:]) for name, times in seconds.items()}
 
 
-def compare(cases: dict[str, Callable[[str], Step]], quick: bool) -> None:
-    """A table of time and memory; each case makes the step of an operator."""
+def compare(make: Make, sizes: list[tuple[int, int]], unit: str, quick: bool) -> None:
+    """A table of time and memory."""
     options = ["--quick"] if quick else []
-    width = 2 + max(map(len, cases))
-    print(f"\n{'a training step of':{width}}{'':18}{'time':>12}{'memory':>14}")
-    for case, make in list(cases.items())[: 1 if quick else None]:
-        times = medians({name: make(name) for name in (OURS, PEER)}, rounds=1 if quick else 7)
+    print(f"\n{'a training step of':20}{'':18}{'time':>12}{'memory':>14}")
+    for count, size in sizes[: 1 if quick else None]:
+        times = medians({name: make(count, size, name) for name in (OURS, PEER)}, rounds=1 if quick else 7)
         for name, milliseconds in times.items():
-            peak = peak_alone(sys.argv[0], *options, "--memory-of", case, name)
-            print(f"{case:{width}}{name:18}{milliseconds:9,.0f} ms{peak:10,.0f} MiB")
+            peak = peak_alone(sys.argv[0], *options, "--memory-of", str(count), str(size), name)
+            print(f"{f'{count} × {size} {unit}':20}{name:18}{milliseconds:9,.0f} ms{peak:10,.0f} MiB")
     threads = torch.get_num_threads()
-    print(f"Medians of turns A B A B ... on {threads} threads; memory is the peak above that before the step.")
+    print(f"Medians of turns A B A B ... ({threads} threads); memory is the peak above that before the step.")

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from comparison import OURS, PEER, Step, compare, largest_difference, parse, print_peak
+from comparison import OURS, PEER, Step, compare, largest_difference, parse, print_peak, verify
 from copper import NEAREST, Clusters, forces_of, gupta, lattice_balls
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -197,9 +197,7 @@ def check(model: Potential, config: Config, data: Clusters) -> list[str]:
     found["forces differ from quotients of the energy, relative, by"] = difference_error(exact, x)
     steps = [functools.partial(gradients, m, batch, batch) for m in (exact, twin)]
     found["gradients of training differ from those by torch's SDPA, relative, by"] = largest_difference(*steps)
-    for name, value in found.items():
-        print(f"{name} {value:.0e}")
-    return [f"{name} {value:.1e}" for name, value in found.items() if not value < 1e-6]
+    return verify(found)
 
 
 def step_of(config: Config, count: int, atoms: int, name: str) -> Step:
@@ -214,18 +212,16 @@ def main() -> None:
     config = Config(steps=arguments.steps)
     if arguments.quick:
         config = Config(atoms=16, chains=8, settle=25, snapshots=2, batch=4, steps=60)
-    sizes = (config.batch, config.atoms), (2, 8 * config.atoms)
-    cases = {f"{count} × {atoms} atoms": functools.partial(step_of, config, count, atoms) for count, atoms in sizes}
+    make = functools.partial(step_of, config)
     if arguments.memory_of:
-        case, name = arguments.memory_of
-        return print_peak(step_of(config, 2, 8, name), cases[case](name))
+        return print_peak(make, *arguments.memory_of)
     drawn = config.atoms, config.settle, config.snapshots
     data, held_out = Clusters.draw(config.chains, *drawn, seed=1), Clusters.draw(config.chains // 4, *drawn, seed=2)
     model = make_potential(OURS, config, (data.energy.mean() / config.atoms).item())
     errors = train(model, data, config)
     error = report(model, held_out, errors, arguments.out)
     wrong = check(model, config, data)
-    compare(cases, arguments.quick)
+    compare(make, [(config.batch, config.atoms), (2, 8 * config.atoms)], "atoms", arguments.quick)
     if error > (0.9 if arguments.quick else 0.3):
         wrong.append(f"the force error is {error:.2f} of what guessing 0 has")
     if wrong:

@@ -30,6 +30,39 @@ def test_train_gpt(tmp_path: pathlib.Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def numbers(pattern: str, text: str) -> list[float]:
+    """Of the first line that begins with the pattern."""
+    return [float(x) for x in re.findall(r"\d+\.?\d*", re.search(f"^{pattern}(.*)", text, re.M)[1])]
+
+
+def check_table(text: str) -> None:
+    """Time and memory of a step by both operators."""
+    for name in ("attention_ops", "torch SDPA, math"):
+        assert re.search(rf"{name} +[\d,]+ ms +([\d,]+|nan) MiB", text), text
+
+
+def test_force_matching(tmp_path: pathlib.Path) -> None:
+    """The script itself checks the energy's symmetries, the forces against quotients, and both operators' gradients."""
+    done = run("examples/force_matching.py", "--quick", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for kind in ("forces: ", "energies: "):
+        error, guess = numbers(kind, done.stdout)
+        assert error < 0.8 * guess
+    check_table(done.stdout)
+    assert (tmp_path / "force_matching.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_meanflow(tmp_path: pathlib.Path) -> None:
+    """The script itself checks the jvp against a quotient, and both operators' gradients."""
+    done = run("examples/meanflow.py", "--quick", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    noise, samples, data = (numbers(name, done.stdout)[:2] for name in ("noise", "samples", "data"))
+    for of_noise, of_samples, of_data in zip(noise, samples, data, strict=True):  # mean and deviation of the radius
+        assert abs(of_samples - of_data) < 0.7 * abs(of_noise - of_data)
+    check_table(done.stdout)
+    assert (tmp_path / "meanflow.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_readme() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert blocks
