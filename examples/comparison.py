@@ -10,12 +10,19 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 OURS, PEER = "attention_ops", "torch SDPA, math"  # of torch's backends only the math one has these derivatives
 STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
 Step = Callable[[], list[Tensor]]  # the gradients of one training step
 Make = Callable[[int, int, str], Step]  # of so many things of such a size, by an operator
+
+
+def attention_of_torch(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
 
 def parse(description: str, steps: int) -> argparse.Namespace:

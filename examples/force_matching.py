@@ -22,10 +22,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from comparison import OURS, PEER, Step, compare, largest_difference, parse, print_peak, verify
+from comparison import OURS, PEER, Step, attention_of_torch, compare, largest_difference, parse, print_peak, verify
 from copper import NEAREST, Clusters, forces_of, gupta, lattice_balls
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import attention_ops
@@ -36,13 +35,13 @@ def attention_of_ours(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -
     return attention_ops.attention(query, key, value, bias=bias, sinks=query.new_zeros(query.shape[1]))
 
 
-def attention_of_torch(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-    key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))  # the sink is a key of zeros
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=F.pad(bias, (0, 1)))
+def attention_of_peer(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    """Here the sink is one more key, of zeros."""
+    key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+    return attention_of_torch(query, key, value, F.pad(bias, (0, 1)))
 
 
-ATTENTION = {OURS: attention_of_ours, PEER: attention_of_torch}
+ATTENTION = {OURS: attention_of_ours, PEER: attention_of_peer}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +180,7 @@ def report(model: Potential, held_out: Clusters, errors: list[float], out: pathl
     error, size = ((f.square().mean().sqrt().item()) for f in (forces - held_out.forces, held_out.forces))
     off, atoms = (energy.detach() - held_out.energy).square().mean().sqrt().item(), held_out.x.shape[1]
     spread = held_out.energy.std().item()
-    print(f"forces:   RMS error {error:.3f} eV/Å; guessing 0 has {size:.3f} eV/Å")
+    print(f"forces:   RMS error {error:.3f} eV/Å; guessing zero has {size:.3f} eV/Å")
     print(f"energies: RMS error {1000 * off / atoms:.1f} meV/atom; guessing the mean has {1000 * spread / atoms:.1f}")
     draw(errors, forces, held_out.forces, out / "force_matching.png")
     return error / size
