@@ -30,9 +30,12 @@ def parse(description: str, steps: int) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=steps, help=f"training steps ({steps})")
     parser.add_argument("--quick", action="store_true", help="a small problem and few steps")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo"), help="folder of the picture (demo)")
+    parser.add_argument("--threads", type=int, default=1, help="threads that compute (1)")
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)  # arguments of Make
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(arguments.threads)
+    if not arguments.memory_of:
+        arguments.out.mkdir(parents=True, exist_ok=True)
     return arguments
 
 
@@ -86,12 +89,12 @@ def medians(steps: dict[str, Step], rounds: int) -> dict[str, float]:
 
 def compare(make: Make, sizes: list[tuple[int, int]], unit: str, quick: bool) -> None:
     """A table of time and memory."""
-    options = ["--quick"] if quick else []
+    threads = torch.get_num_threads()
+    options = [f"--threads={threads}", *(["--quick"] if quick else [])]
     print(f"\n{'a training step of':20}{'':18}{'time':>12}{'memory':>14}")
     for count, size in sizes[: 1 if quick else None]:
         times = medians({name: make(count, size, name) for name in (OURS, PEER)}, rounds=1 if quick else 7)
         for name, milliseconds in times.items():
             peak = peak_alone(sys.argv[0], *options, "--memory-of", str(count), str(size), name)
             print(f"{f'{count} × {size} {unit}':20}{name:18}{milliseconds:9,.0f} ms{peak:10,.0f} MiB")
-    threads = torch.get_num_threads()
-    print(f"Medians of turns A B A B ... ({threads} threads); memory is the peak above that before the step.")
+    print(f"Medians of turns A B A B ... (threads: {threads}); memory is the peak above that before the step.")

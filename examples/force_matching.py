@@ -1,6 +1,6 @@
 """Copper clusters: attention learns a many-body potential from energies and forces, the gradient being in the loss.
 
-    python examples/force_matching.py            # two to three minutes on two cores
+    python examples/force_matching.py            # two to three minutes on one thread
     python examples/force_matching.py --quick    # seconds; a model that has barely learned
 
 The truth is the Gupta potential, a many-body potential of metals; Langevin dynamics draws its clusters. In the model

@@ -1,6 +1,6 @@
 """Flowers from noise in one step: MeanFlow, whose loss holds a derivative of the network along the flow.
 
-    python examples/meanflow.py            # two to three minutes on two cores
+    python examples/meanflow.py            # two to three minutes on one thread
     python examples/meanflow.py --quick    # seconds; a network that has barely learned
 
 A sample is a closed curve of points with 3 or 5 petals, turned at random; all points must agree on both, and only
