@@ -14,7 +14,7 @@ struct ForwardFormula : AttentionFormula {
                            const std::vector<bool>& needed) const {
     const Restored r(saved, constants);
     const auto [query, key, value, bias, sinks] =
-        backward().call(r.attention, r.extra[0], r.extra[1], optional(grads[0]), optional(grads[1]), first<5>(needed));
+        backward().call(r.attention, r.extra[0], r.extra[1], optional(grads[0]), optional(grads[1]), slice<5>(needed));
     return keep({query, key, value, bias, sinks}, needed);
   }
 };
@@ -28,7 +28,7 @@ struct BackwardFormula : AttentionFormula {
     const Restored r(saved, constants);
     const auto [query, key, value, bias, sinks, out, lse] = double_backward().call(
         r.attention, r.extra[0], r.extra[1], optional(r.extra[2]), optional(r.extra[3]), optional(grads[0]),
-        optional(grads[1]), optional(grads[2]), optional(grads[3]), optional(grads[4]), {}, {}, first<7>(needed));
+        optional(grads[1]), optional(grads[2]), optional(grads[3]), optional(grads[4]), {}, {}, slice<7>(needed));
     return keep({query, key, value, bias, sinks, out, lse}, needed);
   }
 };
@@ -45,9 +45,8 @@ struct JvpFormula : AttentionFormula {
     const auto [query, key, value, bias, sinks, out, lse] = double_backward().call(
         r.attention, r.extra[0], r.extra[1], grad_out, grad_lse, optional(r.extra[2]), optional(r.extra[3]),
         optional(r.extra[4]), optional(r.extra[5]), optional(r.extra[6]), {}, {}, inputs);
-    const std::array<bool, 5> tangents{needed[5], needed[6], needed[7], needed[8], needed[9]};
     const auto [query_t, key_t, value_t, bias_t, sinks_t] =
-        backward().call(r.attention, r.extra[0], r.extra[1], grad_out, grad_lse, tangents);
+        backward().call(r.attention, r.extra[0], r.extra[1], grad_out, grad_lse, slice<5>(needed, 5));
     return keep({query, key, value, bias, sinks, query_t, key_t, value_t, bias_t, sinks_t}, needed);
   }
 };
@@ -62,7 +61,7 @@ Pair forward_autograd(c10::DispatchKeySet keys, const Attention& a) {
                                            tangent(a.bias), tangent(a.sinks));
     set_tangents({out, lse}, {out_t, lse_t});
   }
-  if (node) {
+  if (node) {  // only now: a saved output keeps the tangent that it has
     node->save(out, /*is_output=*/true);
     node->save(lse, true);
     announce(node);

@@ -14,7 +14,7 @@ struct SelectionFormula : AttentionFormula {
   c10::SymInt queries;
   bool average = false;
 
-  void visit(auto&& f) const { AttentionFormula::visit(f), f(queries), f(average); }
+  static void visit(auto& self, auto&& f) { AttentionFormula::visit(self, f), f(self.queries), f(self.average); }
 };
 
 struct WeightsFormula : SelectionFormula {
@@ -25,7 +25,7 @@ struct WeightsFormula : SelectionFormula {
     const Restored r(saved, constants);
     const auto [query, key, bias, lse] =
         weights_backward().call(r.attention, r.extra[0], optional(r.extra[1]), optional(r.extra[2]), queries, average,
-                                grads[0], first<4>(needed));
+                                grads[0], slice<4>(needed));
     return keep({query, key, bias, lse}, needed);
   }
 };
@@ -42,7 +42,7 @@ struct WeightsDoubleFormula : SelectionFormula {
                          lse_t = optional(grads[3]);
     const auto [query, key, bias, lse] =
         weights_double_backward().call(r.attention, r.extra[0], heads, rows, queries, average, r.extra[3], query_t,
-                                       key_t, bias_t, lse_t, {}, first<4>(needed));
+                                       key_t, bias_t, lse_t, {}, slice<4>(needed));
     const Tensor weights_t = needed[4] ? weights_jvp().call(r.attention, r.extra[0], heads, rows, queries, average,
                                                             query_t, key_t, bias_t, lse_t)
                                        : Tensor();
@@ -60,9 +60,9 @@ struct WeightsJvpFormula : SelectionFormula {
     const OptionalTensor heads = optional(r.extra[1]), rows = optional(r.extra[2]);
     const auto [query, key, bias, lse] = weights_double_backward().call(
         r.attention, r.extra[0], heads, rows, queries, average, grads[0], optional(r.extra[3]), optional(r.extra[4]),
-        optional(r.extra[5]), optional(r.extra[6]), {}, first<4>(needed));
-    const auto [query_t, key_t, bias_t, lse_t] = weights_backward().call(
-        r.attention, r.extra[0], heads, rows, queries, average, grads[0], {needed[4], needed[5], needed[6], needed[7]});
+        optional(r.extra[5]), optional(r.extra[6]), {}, slice<4>(needed));
+    const auto [query_t, key_t, bias_t, lse_t] =
+        weights_backward().call(r.attention, r.extra[0], heads, rows, queries, average, grads[0], slice<4>(needed, 4));
     return keep({query, key, bias, lse, query_t, key_t, bias_t, lse_t}, needed);
   }
 };
@@ -76,6 +76,7 @@ void save_selection(const Node& node, const c10::SymInt& queries, bool average, 
 Tensor weights_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries,
                         bool average) {
   const auto node = record<WeightsFormula>(a, a.query, a.key, a.bias, lse);
+  if (node) save_selection(node, queries, average, lse, heads, rows);
   Tensor w = below_autograd(
       [&] { return weights().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries, average); });
   if (node) attach(node, {w});
@@ -84,10 +85,7 @@ Tensor weights_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Op
     set_tangents({w}, {weights_jvp().call(p.view(), primal(lse), heads, rows, queries, average, tangent(a.query),
                                           tangent(a.key), tangent(a.bias), tangent(lse))});
   }
-  if (node) {
-    save_selection(node, queries, average, lse, heads, rows);
-    announce(node);
-  }
+  if (node) announce(node);
   return w;
 }
 
@@ -153,7 +151,7 @@ struct SummariesFormula : AttentionFormula {
     const Restored r(saved, constants);
     const auto [query, key, bias, lse] =
         summaries_backward().call(r.attention, r.extra[0], r.extra[1], optional(grads[0]), optional(grads[1]),
-                                  optional(grads[2]), first<4>(needed));
+                                  optional(grads[2]), slice<4>(needed));
     return keep({query, key, bias, lse}, needed);
   }
 };
@@ -168,7 +166,7 @@ struct SummariesDoubleFormula : AttentionFormula {
                          lse_t = optional(grads[3]);
     const auto [query, key, bias, lse] = summaries_double_backward().call(
         r.attention, r.extra[0], r.extra[1], optional(r.extra[2]), optional(r.extra[3]), optional(r.extra[4]), query_t,
-        key_t, bias_t, lse_t, {}, {}, {}, first<4>(needed));
+        key_t, bias_t, lse_t, {}, {}, {}, slice<4>(needed));
     Three own;
     if (needed[4] || needed[5] || needed[6])
       own = summaries_jvp().call(r.attention, r.extra[0], r.extra[1], query_t, key_t, bias_t, lse_t);
@@ -185,10 +183,9 @@ struct SummariesJvpFormula : AttentionFormula {
     const OptionalTensor column_sum = optional(grads[0]), entropy = optional(grads[1]), maximum = optional(grads[2]);
     const auto [query, key, bias, lse] = summaries_double_backward().call(
         r.attention, r.extra[0], r.extra[1], column_sum, entropy, maximum, optional(r.extra[2]), optional(r.extra[3]),
-        optional(r.extra[4]), optional(r.extra[5]), {}, {}, {}, first<4>(needed));
-    const auto [query_t, key_t, bias_t, lse_t] =
-        summaries_backward().call(r.attention, r.extra[0], r.extra[1], column_sum, entropy, maximum,
-                                  {needed[4], needed[5], needed[6], needed[7]});
+        optional(r.extra[4]), optional(r.extra[5]), {}, {}, {}, slice<4>(needed));
+    const auto [query_t, key_t, bias_t, lse_t] = summaries_backward().call(
+        r.attention, r.extra[0], r.extra[1], column_sum, entropy, maximum, slice<4>(needed, 4));
     return keep({query, key, bias, lse, query_t, key_t, bias_t, lse_t}, needed);
   }
 };

@@ -42,8 +42,9 @@ bool any_has_tangent(const Tensors&... tensors) {
   return (torch::autograd::isFwGradDefined(tensors) || ...);
 }
 
-// `Formula` has the constants of the call as members, `name`, a `visit` over the members that compiled autograd keys
-// its cache on, and operator()(grads, saved, needed), which gives one gradient, or an undefined tensor, per input.
+// `Formula` has the constants of the call as members, `name`, a static `visit(self, f)` over the members that compiled
+// autograd keys its cache on, and operator()(grads, saved, needed), which gives one gradient, or an undefined tensor,
+// per input.
 template <class Formula>
 struct FormulaNode final : torch::autograd::Node {
   Formula formula;
@@ -73,25 +74,21 @@ struct FormulaNode final : torch::autograd::Node {
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(saved_, /*is_output=*/true);
-    formula.visit([&](const auto& constant) { args.collect(constant); });
+    Formula::visit(formula, [&](const auto& constant) { args.collect(constant); });
   }
 
   variable_list apply_with_saved(const variable_list& grads,
                                  torch::dynamo::autograd::SwapSavedVariables& swap) override {
     swap.before(saved_);
-    visit_constants([&](auto& constant) { swap.before(constant); });
+    // A size among the constants is a symbol while the backward is traced.
+    Formula::visit(formula, [&](auto& constant) { swap.before(constant); });
     variable_list result = apply(variable_list(grads));
     swap.after(saved_);
-    visit_constants([&](auto& constant) { swap.after(constant); });
+    Formula::visit(formula, [&](auto& constant) { swap.after(constant); });
     return result;
   }
 
  private:
-  // A size among the constants is a symbol while the backward is traced.
-  void visit_constants(auto&& f) {
-    formula.visit([&]<class T>(const T& constant) { f(const_cast<T&>(constant)); });
-  }
-
   std::vector<torch::autograd::SavedVariable> saved_;
 };
 

@@ -52,8 +52,7 @@ class Primals {
 
 inline void set_tangents(std::initializer_list<Tensor> results, std::initializer_list<Tensor> tangents) {
   for (size_t i = 0; i < results.size(); ++i)
-    if (const Tensor& t = tangents.begin()[i]; t.dim() == results.begin()[i].dim())  // not one that nobody asked for
-      results.begin()[i]._set_fw_grad(t, /*level=*/0, /*is_inplace_op=*/false);
+    results.begin()[i]._set_fw_grad(tangents.begin()[i], /*level=*/0, /*is_inplace_op=*/false);
 }
 
 // What every node remembers beside its tensors.
@@ -68,8 +67,9 @@ enum Saved : size_t { kQuery, kKey, kValue, kBias, kSinks, kSeed, kFirstMask };
 struct AttentionFormula {
   Constants constants;
 
-  void visit(auto&& f) const {
-    f(constants.mask), f(constants.scale), f(constants.softcap), f(constants.dropout_p), f(constants.mask_count);
+  static void visit(auto& self, auto&& f) {
+    auto& c = self.constants;
+    f(c.mask), f(c.scale), f(c.softcap), f(c.dropout_p), f(c.mask_count);
   }
 
  protected:
@@ -98,9 +98,9 @@ inline variable_list keep(std::initializer_list<Tensor> grads, const std::vector
 }
 
 template <size_t N>
-std::array<bool, N> first(const std::vector<bool>& needed) {
+std::array<bool, N> slice(const std::vector<bool>& needed, size_t from = 0) {
   std::array<bool, N> result{};
-  for (size_t i = 0; i < N; ++i) result[i] = needed[i];
+  for (size_t i = 0; i < N; ++i) result[i] = needed[from + i];
   return result;
 }
 
@@ -159,7 +159,7 @@ struct MissingFormula {
   static constexpr auto name = "AttentionOpsMissingDerivative";
   std::string op;
 
-  void visit(auto&& f) const { f(op); }
+  static void visit(auto& self, auto&& f) { f(self.op); }
   variable_list operator()(const variable_list&, const variable_list&, const std::vector<bool>&) const {
     refuse(op, "derivatives up to the second, got a third");
   }

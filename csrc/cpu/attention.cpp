@@ -1,4 +1,5 @@
 // Attention on the CPU: forward and backward. Compiled once per instruction set into a library of its own.
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "cpu/backward.h"
@@ -92,12 +93,13 @@ Seven double_backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt 
                           std::array<bool, 7> needed) {
   return in_compute_type(a.query, [&]<class T>() -> Seven {
     const Loaded<T> loaded(a);
-    const LoadedTangents<T> along(query_t, key_t, value_t, bias_t, sinks_t);
-    const auto [out_t, lse_t] = tangents_of(loaded, along, out, lse);
+    const LoadedTangents<T> inputs(query_t, key_t, value_t, bias_t, sinks_t);
+    // What forward mode may have counted already, but out and lse come without their tangents.
+    const auto [out_t, lse_t] = tangents_of(loaded, inputs, out, lse);
+    const LoadedTangents<T> along(query_t, key_t, value_t, bias_t, sinks_t, lse_t);
     const Operand<T> out_t_rows(out_t), grad_t_rows(grad_out_t);
-    const Vector<T> lse_t_rows(lse_t), grad_lse_t_rows(grad_lse_t);
-    const BackwardTangent<T> direction{along.view, out_t_rows.view(), grad_t_rows.view(), lse_t_rows.data(),
-                                       grad_lse_t_rows.data()};
+    const Vector<T> grad_lse_t_rows(grad_lse_t);
+    const BackwardTangent<T> direction{along.view, out_t_rows.view(), grad_t_rows.view(), grad_lse_t_rows.data()};
     const auto [query, key, value, bias, sinks] = gradients_of<T, T>(
         loaded, a, out, lse, grad_out, grad_lse, {needed[0], needed[1], needed[2], needed[3], needed[4]}, &direction);
     return {query,

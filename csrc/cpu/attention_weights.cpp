@@ -1,5 +1,4 @@
 // Weights and their summaries on the CPU, with their gradients.
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "cpu/backward.h"
@@ -8,23 +7,10 @@
 namespace attention_ops {
 namespace {
 
-// The tangents of one call's inputs, lse among them.
-template <class T>
-class LoadedWeightTangents {
- public:
-  LoadedWeightTangents(Opt query, Opt key, Opt bias, Opt lse)
-      : inputs_(query, key, std::nullopt, bias, std::nullopt), lse_(lse) {}
-  WeightTangents<T> view() const { return {inputs_.view, lse_.data()}; }
-
- private:
-  LoadedTangents<T> inputs_;
-  Vector<T> lse_;
-};
-
 // The weights, or their tangents in a direction.
 template <class T>
 Tensor weights_of(const Loaded<T>& loaded, const Attention& a, In lse, bool average,
-                  const WeightTangents<T>* along = nullptr) {
+                  const Tangents<T>* along = nullptr) {
   const Problem<T>& p = loaded.problem;
   const Tensor out = on_large_pages(at::empty({p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.options()));
   const Vector<T> lse_rows(lse);
@@ -47,26 +33,24 @@ Tensor weights_jvp_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::Sym
   return in_compute_type(a.query, [&]<class T>() -> Tensor {
     Loaded<T> loaded(a);
     loaded.place(heads, rows, queries.expect_int());
-    const LoadedWeightTangents<T> tangents(query_t, key_t, bias_t, lse_t);
-    const WeightTangents<T> along = tangents.view();
-    return weights_of(loaded, a, lse, average, &along);
+    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, {}, lse_t);
+    return weights_of(loaded, a, lse, average, &along.view);
   });
 }
 
 // The shared half of all gradients, and of their tangents: what is asked for, the pass, the types.
 template <class T>
 Four gradients_through(const Loaded<T>& loaded, const Attention& a, In lse, std::array<bool, 4> needed,
-                       const typename AttentionBackward<T>::Source& source,
-                       const LoadedWeightTangents<T>* tangents = nullptr) {
+                       const typename AttentionBackward<T>::Source& source, const Tangents<T>* along = nullptr) {
   Gradients<T> grads;
   if (needed[0]) grads.query = empty_rows<T>(a.query, a.query.sizes());
   if (needed[1]) grads.key = empty_rows<T>(a.key, a.key.sizes());
   if (needed[2] && a.bias) grads.bias = on_large_pages(at::empty(a.bias->sizes(), a.bias->options()));
   if (needed[3]) grads.lse = empty_of<T>(a.query, lse.sizes());
   const Vector<T> lse_rows(lse);
-  BackwardTangent<T> along;
-  if (tangents) along.of = tangents->view().of, along.lse = tangents->view().lse;
-  run_backward<T, T>(loaded.problem, {{}, {}, lse_rows.data(), nullptr}, grads, source, tangents ? &along : nullptr);
+  BackwardTangent<T> direction;
+  if (along) direction.of = *along;
+  run_backward<T, T>(loaded.problem, {{}, {}, lse_rows.data(), nullptr}, grads, source, along ? &direction : nullptr);
   return {finished(grads.query, a.query), finished(grads.key, a.key), finished(grads.bias, a.bias.value_or(a.query)),
           finished(grads.lse, lse)};
 }
@@ -95,16 +79,16 @@ Four weights_double_backward_cpu(const Attention& a, In lse, Opt heads, Opt rows
   return in_compute_type(a.query, [&]<class T>() -> Four {
     Loaded<T> loaded(a);
     loaded.place(heads, rows, queries.expect_int());
-    const LoadedWeightTangents<T> tangents(query_t, key_t, bias_t, lse_t);
+    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, {}, lse_t);
     const DenseGradient<T> source(view_of_heads(grad_weights, average), head_factor<T>(a, average),
                                   grad_weights_t ? view_of_heads(*grad_weights_t, average) : Tensor4{});
-    return gradients_through<T>(loaded, a, lse, needed, source, &tangents);
+    return gradients_through<T>(loaded, a, lse, needed, source, &along.view);
   });
 }
 
 // The summaries, or their tangents in a direction.
 template <class T>
-Three summaries_of(const Loaded<T>& loaded, In lse, int64_t* argmax, const WeightTangents<T>* along = nullptr) {
+Three summaries_of(const Loaded<T>& loaded, In lse, int64_t* argmax, const Tangents<T>* along = nullptr) {
   const Problem<T>& p = loaded.problem;
   const Tensor column_sum = empty_of<T>(lse, {p.batch, p.heads, p.keys});
   const Tensor entropy = empty_of<T>(lse, lse.sizes()), maximum = empty_of<T>(lse, lse.sizes());
@@ -128,9 +112,8 @@ Four summaries_cpu(const Attention& a, In lse) {
 
 Three summaries_jvp_cpu(const Attention& a, In lse, In, Opt query_t, Opt key_t, Opt bias_t, Opt lse_t) {
   return in_compute_type(a.query, [&]<class T>() -> Three {
-    const LoadedWeightTangents<T> tangents(query_t, key_t, bias_t, lse_t);
-    const WeightTangents<T> along = tangents.view();
-    return summaries_of<T>(Loaded<T>(a), lse, nullptr, &along);
+    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, {}, lse_t);
+    return summaries_of<T>(Loaded<T>(a), lse, nullptr, &along.view);
   });
 }
 
@@ -162,12 +145,12 @@ Four summaries_double_backward_cpu(const Attention& a, In lse, In argmax, Opt gr
                                    std::array<bool, 4> needed) {
   return in_compute_type(a.query, [&]<class T>() -> Four {
     const Loaded<T> loaded(a);
-    const LoadedWeightTangents<T> tangents(query_t, key_t, bias_t, lse_t);
+    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, {}, lse_t);
     const LoadedSummaryGradients<T> grads(grad_column_sum, grad_entropy, grad_maximum);
     const LoadedSummaryGradients<T> grads_t(grad_column_sum_t, grad_entropy_t, grad_maximum_t);
     const Vector<int64_t> places(argmax);
     const SummaryGradient<T> source(loaded.problem, places.data(), grads.view(), grads_t.view());
-    return gradients_through<T>(loaded, a, lse, needed, source, &tangents);
+    return gradients_through<T>(loaded, a, lse, needed, source, &along.view);
   });
 }
 

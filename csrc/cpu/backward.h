@@ -1,7 +1,5 @@
 // The backward pass on tensors, for every source of the weights' gradient.
 #pragma once
-#include <ATen/ops/zeros.h>
-
 #include "cpu/launch.h"
 #include "cpu/parallel.h"
 #include "kernels/cpu/attention_backward.h"
@@ -19,6 +17,9 @@ struct Gradients {
     r.negative_rows = lse.defined() ? lse.mutable_data_ptr<T>() : nullptr;
     return r;
   }
+  bool any() const {
+    return query.defined() || key.defined() || value.defined() || bias.defined() || sinks.defined() || lse.defined();
+  }
   // Nothing to visit: every gradient is zero.
   void clear() {
     for (Tensor* x : {&query, &key, &value, &bias, &sinks, &lse})
@@ -29,20 +30,12 @@ struct Gradients {
 template <class T, class E>
 void run_backward(const Problem<T, E>& problem, const BackwardInput<T, E>& input, Gradients<T, E>& gradients,
                   const typename AttentionBackward<T, E>::Source& source, const BackwardTangent<T>* along = nullptr) {
+  if (!gradients.any()) return;
   if (problem.batch * problem.heads * problem.queries == 0) return gradients.clear();
   const AttentionBackward<T, E> kernel(problem, input, gradients.view(), source, along);
-  run_tasks(kernel.pack_tasks(), problem.row_operations(), 0, [&](Index task, Arena&) { kernel.pack(task); });
-  const double operations = (along ? 6 : 2.5) * problem.pair_operations();
-  if (kernel.is_local()) {
-    run_tasks(kernel.tasks(), operations, std::max(kernel.prepare_bytes(), kernel.scratch_bytes()),
-              [&](Index task, Arena& arena) { kernel.run_owner(task, arena); });
-    return kernel.finish_shared();
-  }
-  run_tasks(kernel.prepare_tasks(), problem.row_operations(), kernel.prepare_bytes(),
-            [&](Index task, Arena& arena) { kernel.prepare(task, arena); });
-  run_tasks(kernel.tasks(), operations, kernel.scratch_bytes(),
-            [&](Index task, Arena& arena) { kernel.run(task, arena); });
-  run_tasks(kernel.finish_tasks(), problem.row_operations(), 0, [&](Index task, Arena&) { kernel.finish(task); });
+  kernel.compute([](Index tasks, double operations, size_t scratch_bytes, auto&& f) {
+    run_tasks(tasks, operations, scratch_bytes, f);
+  });
 }
 
 // In its own tensor's type; a gradient that was not asked for is empty.

@@ -113,9 +113,9 @@ class Loaded {
 template <class T>
 class LoadedTangents {
  public:
-  LoadedTangents(Opt query, Opt key, Opt value, Opt bias, Opt sinks)
-      : query_(query), key_(key), value_(value), sinks_(sinks) {
-    view = {query_.view(), key_.view(), value_.view(), bias ? read_view(*bias) : Tensor4{}, sinks_.data()};
+  LoadedTangents(Opt query, Opt key, Opt value, Opt bias, Opt sinks, Opt lse = std::nullopt)
+      : query_(query), key_(key), value_(value), sinks_(sinks), lse_(lse) {
+    view = {query_.view(), key_.view(), value_.view(), bias ? read_view(*bias) : Tensor4{}, sinks_.data(), lse_.data()};
   }
   LoadedTangents(const LoadedTangents&) = delete;
 
@@ -123,7 +123,7 @@ class LoadedTangents {
 
  private:
   Operand<T> query_, key_, value_;
-  Vector<T> sinks_;
+  Vector<T> sinks_, lse_;
 };
 
 }  // namespace attention_ops

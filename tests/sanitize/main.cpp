@@ -61,6 +61,8 @@ Shape draw_shape() {
   const Index group = draw(1, 3), Hkv = draw(1, 2);
   if (draw(0, 2) == 0)
     return {draw(1, 2), group * Hkv, Hkv, draw(1, 16 / group), draw(0, 1200), draw(0, 70), draw(0, 70)};
+  if (draw(0, 4) == 0)  // so many that a backward task takes whole heads
+    return {8 + draw(0, 2), group * 2, 2, draw(1, 70), draw(1, 70), draw(1, 20), draw(1, 20)};
   const Index Lq = draw(0, 9) == 0 ? 0 : draw(1, 150), Lk = draw(0, 9) == 0 ? 0 : draw(1, 200);
   return {draw(1, 2), group * Hkv, Hkv, Lq, Lk, draw(0, 9) == 0 ? 0 : draw(1, 70), draw(0, 9) == 0 ? 0 : draw(1, 70)};
 }
@@ -245,8 +247,9 @@ class Trial {
 
   // Forward mode, then the gradients' tangents.
   void second() {
-    BackwardTangent<T> along{
-        tangents(), rows<const T>(out_dot_.get(), s_.H, s_.Lq, s_.Dv), {}, lse_dot_.get(), nullptr};
+    BackwardTangent<T> along;
+    along.of = tangents(), along.of.lse = lse_dot_.get();
+    along.out = rows<const T>(out_dot_.get(), s_.H, s_.Lq, s_.Dv);
     if (draw(0, 3)) along.grad_out = rows<const T>(grad_out_.get(), s_.H, s_.Lq, s_.Dv);
     if (draw(0, 1)) along.grad_lse = grad_lse_.get();
     const AttentionJvp<T> kernel(p_, along.of,
@@ -257,9 +260,10 @@ class Trial {
   }
 
   void weights() {
-    const WeightTangents<T> tangents_of_all{tangents(), lse_dot_.get()};
+    Tangents<T> tangents_of_all = tangents();
+    tangents_of_all.lse = lse_dot_.get();
     for (const bool average : {false, true})
-      for (const WeightTangents<T>* along : {static_cast<const WeightTangents<T>*>(nullptr), &tangents_of_all}) {
+      for (const Tangents<T>* along : std::initializer_list<const Tangents<T>*>{nullptr, &tangents_of_all}) {
         const Index heads = average ? 1 : s_.H;
         const AttentionWeights<T> kernel(p_, lse_.get(), tensor4(weights_.get(), {s_.B, heads, s_.Lq, s_.Lk}), average,
                                          along);
@@ -271,8 +275,9 @@ class Trial {
   }
 
   void summaries() {
-    const WeightTangents<T> tangents_of_all{tangents(), lse_dot_.get()};
-    for (const WeightTangents<T>* along : {&tangents_of_all, static_cast<const WeightTangents<T>*>(nullptr)}) {
+    Tangents<T> tangents_of_all = tangents();
+    tangents_of_all.lse = lse_dot_.get();
+    for (const Tangents<T>* along : std::initializer_list<const Tangents<T>*>{&tangents_of_all, nullptr}) {
       const AttentionSummaries<T> kernel(
           p_, lse_.get(), {column_sum_.get(), entropy_.get(), maximum_.get(), along ? nullptr : argmax_.get()}, along);
       run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
@@ -283,12 +288,11 @@ class Trial {
     weights_backward(SummaryGradient<T>(p_, argmax_.get(), grads, grads), &tangents_of_all);
   }
 
-  void weights_backward(const typename AttentionBackward<T, E>::Source& source,
-                        const WeightTangents<T>* tangents = nullptr) {
+  void weights_backward(const typename AttentionBackward<T, E>::Source& source, const Tangents<T>* tangents = nullptr) {
     BackwardResult<T, E> result = query_key_bias();
     result.negative_rows = grad_lse_.get();
     BackwardTangent<T> along;
-    if (tangents) along.of = tangents->of, along.lse = tangents->lse;
+    if (tangents) along.of = *tangents;
     backward_from(source, {{}, {}, lse_.get(), nullptr}, result, tangents ? &along : nullptr);
   }
 
@@ -304,11 +308,7 @@ class Trial {
                      const BackwardResult<T, E>& result, const BackwardTangent<T>* along = nullptr) {
     if (s_.Lq == 0) return;
     const AttentionBackward<T, E> kernel(p_, input, result, source, along);
-    for (Index task = 0; task < kernel.pack_tasks(); ++task) kernel.pack(task);
-    run_all(kernel.prepare_tasks(), kernel.prepare_bytes(),
-            [&](Index task, Arena& arena) { kernel.prepare(task, arena); });
-    run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
-    for (Index task = 0; task < kernel.finish_tasks(); ++task) kernel.finish(task);
+    kernel.compute([](Index tasks, double, size_t scratch_bytes, auto&& f) { run_all(tasks, scratch_bytes, f); });
   }
 
   double score(Index b, Index h, Index i, Index j) const {

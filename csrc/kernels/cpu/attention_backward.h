@@ -47,32 +47,10 @@ class AttentionBackward {
     if (shared_.bias_sums) bias_.use_sums(shared_.bias_sums);
   }
 
-  // Come first, in any order.
-  Index pack_tasks() const { return result_.grad_query.data ? columns_.tasks() : 0; }
-  void pack(Index task) const { columns_.pack(task); }
-  Index prepare_tasks() const { return p_.batch * p_.heads * plan_.panels; }
-  size_t prepare_bytes() const {
-    ScoreTile<T> tile;
-    Pieces count;
-    tile.take(count, p_, kWidth, /*derivatives=*/false);
-    return count.bytes;
-  }
-  void prepare(Index task, Arena& arena) const;
-  Index tasks() const { return plan_.tasks(); }
-  size_t scratch_bytes() const {
-    Scratch scratch;
-    Pieces count;
-    take(scratch, count);
-    return count.bytes;
-  }
-  void run(Index task, Arena& arena) const;
-  // Whether no task needs what another has prepared or summed: then run_owner does all three passes of one, while its
-  // rows are in the cache, and finish_shared the rest.
-  bool is_local() const { return plan_.key_groups * plan_.query_groups == 1 && !shared_.bias_sums; }
-  void run_owner(Index task, Arena& arena) const;
-  void finish_shared() const;
-  Index finish_tasks() const { return prepare_tasks() + (plan_.query_groups > 1 ? key_tasks() : 0) + 1; }
-  void finish(Index task) const;
+  // All gradients. in_parallel(tasks, operations, scratch bytes, f) calls f(task, arena) for each task, in any order,
+  // on any threads; `operations` is about what all of them cost.
+  template <class Run>
+  void compute(Run&& in_parallel) const;
 
  private:
   struct Scratch {
@@ -104,7 +82,7 @@ class AttentionBackward {
     Matrices<const E> q, k, grad_out;
     const Rows& rows;
   };
-  struct RowGradient {
+  struct RowTerms {
     T delta = 0, delta_dot = 0, lse_dot = 0;
   };
   int blocks_at_a_time() const { return bias_.gathers_blocks() ? 1 : kBlocks; }
@@ -129,6 +107,32 @@ class AttentionBackward {
     return count.bytes;
   }
 
+  // Where no task needs what another has prepared or summed, and there are many, one does all three passes while its
+  // rows are in the cache.
+  bool is_local() const {
+    return plan_.owners() >= BackwardPlan::kTasks && plan_.tasks() == plan_.owners() && !shared_.bias_sums;
+  }
+  Index pack_tasks() const { return result_.grad_query.data ? columns_.tasks() : 0; }
+  Index prepare_tasks() const { return p_.batch * p_.heads * plan_.panels; }
+  Index finish_tasks() const { return prepare_tasks() + (plan_.query_groups > 1 ? key_tasks() : 0) + 1; }
+  size_t prepare_bytes() const {
+    ScoreTile<T> tile;
+    Pieces count;
+    tile.take(count, p_, kWidth, /*derivatives=*/false);
+    return count.bytes;
+  }
+  size_t scratch_bytes() const {
+    Scratch scratch;
+    Pieces count;
+    take(scratch, count);
+    return count.bytes;
+  }
+  void prepare(Index task, Arena& arena) const;
+  void run(Index task, Arena& arena) const;
+  void run_owner(Index task, Arena& arena) const;
+  void finish(Index task) const;
+  void finish_shared() const;
+
   static Index padded(Index width) { return round_up(width, kStep); }
   Index key_tasks() const { return p_.batch * p_.key_heads * plan_.key_blocks; }
   Index head(Index b, Index h) const { return b * p_.heads + h; }
@@ -149,7 +153,7 @@ class AttentionBackward {
   bool prepare_rows(const Rows& to, const Matrices<const E>& q, const Matrices<const E>& grad_out,
                     const Site<T, E>& site, const Panels& panel, Index row) const;
   void pad_rows(E* to, const E* from, Index stride, int rows, Index width) const;
-  RowGradient row_gradient(const Site<T, E>& site, Index i) const;
+  RowTerms row_terms(const Site<T, E>& site, Index i) const;
   bool is_finite(const Matrices<const E>& keys, Index b, Index hk, const Block& block) const {
     return all_finite<T>(keys.at(b, hk) + block.key * keys.row_stride, keys.row_stride, block.keys, p_.width);
   }

@@ -5,6 +5,21 @@
 namespace attention_ops {
 
 template <class T, class E>
+template <class Run>
+void AttentionBackward<T, E>::compute(Run&& in_parallel) const {
+  const double rows = p_.row_operations(), pairs = (along_ ? 6 : 2.5) * p_.pair_operations();
+  in_parallel(pack_tasks(), rows, size_t(0), [&](Index task, Arena&) { columns_.pack(task); });
+  if (is_local()) {
+    in_parallel(plan_.tasks(), pairs, std::max(prepare_bytes(), scratch_bytes()),
+                [&](Index task, Arena& arena) { run_owner(task, arena); });
+    return in_parallel(Index(1), 0.0, size_t(0), [&](Index, Arena&) { finish_shared(); });
+  }
+  in_parallel(prepare_tasks(), rows, prepare_bytes(), [&](Index task, Arena& arena) { prepare(task, arena); });
+  in_parallel(plan_.tasks(), pairs, scratch_bytes(), [&](Index task, Arena& arena) { run(task, arena); });
+  in_parallel(finish_tasks(), rows, size_t(0), [&](Index task, Arena&) { finish(task); });
+}
+
+template <class T, class E>
 void AttentionBackward<T, E>::pad_rows(E* to, const E* from, Index stride, int rows, Index width) const {
   if constexpr (kPaired<E>) return interleave_rows(to, padded(width), from, stride, rows, kWidth, width);
   for (int r = 0; r < rows; ++r, to += padded(width)) {
@@ -51,7 +66,7 @@ void AttentionBackward<T, E>::prepare(Index task, Arena& arena) const {
   find_row_norm(norm, in_.lse + bh * p_.queries + panel.first, tile, site, panel);
   T sink_sum = 0;
   for (int lane = 0; lane < kWidth; ++lane) {
-    const RowGradient x = lane < panel.count ? row_gradient(site, panel.first + lane) : RowGradient{};
+    const RowTerms x = lane < panel.count ? row_terms(site, panel.first + lane) : RowTerms{};
     shared_.delta[row + lane] = x.delta;
     if (along_) shared_.delta_dot[row + lane] = x.delta_dot, shared_.lse_dot[row + lane] = x.lse_dot;
     if (!shared_.sink_sums || lane >= panel.count) continue;
@@ -67,19 +82,19 @@ void AttentionBackward<T, E>::prepare(Index task, Arena& arena) const {
 
 // What is subtracted from a row's dp, with the tangents.
 template <class T, class E>
-auto AttentionBackward<T, E>::row_gradient(const Site<T, E>& site, Index i) const -> RowGradient {
+auto AttentionBackward<T, E>::row_terms(const Site<T, E>& site, Index i) const -> RowTerms {
   const Index n = (site.b * p_.heads + site.h) * p_.queries + i;
   const auto product = [&](const Matrices<const E>& a, const Matrices<const E>& b) {
     if (!a.data || !b.data) return T(0);
     return dot<T>(a.at(site.b, site.h) + i * a.row_stride, b.at(site.b, site.h) + i * b.row_stride, p_.value_width);
   };
-  RowGradient x;
+  RowTerms x;
   x.delta = product(in_.out, in_.grad_out) - (in_.grad_lse ? in_.grad_lse[n] : T(0));
   if constexpr (kTwice)
     if (along_) {
       x.delta_dot = product(in_.out, along_->grad_out) + product(along_->out, in_.grad_out);
       if (along_->grad_lse) x.delta_dot -= along_->grad_lse[n];
-      if (along_->lse) x.lse_dot = along_->lse[n];
+      if (along_->of.lse) x.lse_dot = along_->of.lse[n];
     }
   return x;
 }

@@ -54,11 +54,9 @@ void AttentionBackward<T, E>::begin_sums(Index key_group, Index row) const {
 template <class T, class E>
 void AttentionBackward<T, E>::compute_weights(const Block& block, Scratch& w, const Site<T, E>& site,
                                               const Panels& panel, Index row) const {
-  const T *base = shared_.norm.base + row, *log2_l = shared_.norm.log2_l + row;
   each_span(w.tile, [&](auto vectors, const Span& span) {
     const auto exponent = [&](Vec<T> s, Index n, int v) {
-      const int lane = (span.vector + v) * kStep;
-      const Vec<T> x = s - load(base + lane) - load(log2_l + lane);
+      const Vec<T> x = shared_.norm.log2_weight(s, row + (span.vector + v) * kStep);
       if (w.log2_p) store(w.log2_p + n, x);
       return x;
     };

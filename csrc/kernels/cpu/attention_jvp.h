@@ -97,10 +97,7 @@ class AttentionJvp {
   // tile.s := p
   void weigh(Scratch& w, const Site<T>& site, const Panels& panel, Index key) const {
     each_span(w.tile, [&](auto vectors, const Span& span) {
-      const auto exponent = [&](Vec<T> s, Index, int v) {
-        const int lane = (span.vector + v) * kStep;
-        return s - load(w.norm.base + lane) - load(w.norm.log2_l + lane);
-      };
+      const auto exponent = [&](Vec<T> s, Index, int v) { return w.norm.log2_weight(s, (span.vector + v) * kStep); };
       span_weights<T, vectors>(w.tile, site, panel, key, span, exponent, [](Vec<T>, int) {});
     });
   }

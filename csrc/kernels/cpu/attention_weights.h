@@ -7,12 +7,6 @@
 
 namespace attention_ops {
 
-template <class T>
-struct WeightTangents {
-  Tangents<T> of;
-  const T* lse = nullptr;  // [B, H, Lq]
-};
-
 // What both kernels do with one panel: transposed queries, tile.s := log2 w, and dot.s := the tangent of log w.
 template <class T>
 class WeightTiles {
@@ -21,15 +15,15 @@ class WeightTiles {
   using Panels = Panel<T>;
   static constexpr int kWidth = Panels::kWidth;
 
-  WeightTiles(const Problem<T>& p, const T* lse, const WeightTangents<T>* along, Pieces& pieces)
+  WeightTiles(const Problem<T>& p, const T* lse, const Tangents<T>* along, Pieces& pieces)
       : p_(p), lse_(lse), along_(along) {
     pieces(q_t_, p.width * kWidth);
     pieces(norm_.base, kWidth), pieces(norm_.log2_l, kWidth);
     tile_.take(pieces, p, kWidth, /*derivatives=*/along_);
     if (!along_) return;
-    if (along_->of.q.data) pieces(q_dot_t_, p.width * kWidth);
+    if (along_->q.data) pieces(q_dot_t_, p.width * kWidth);
     pieces(lse_dot_, kWidth);
-    dot_.take(pieces, p, along_->of, kWidth, /*second=*/false);
+    dot_.take(pieces, p, *along_, kWidth, /*second=*/false);
   }
 
   const ScoreTile<T>& tile() const { return tile_; }
@@ -39,7 +33,7 @@ class WeightTiles {
     const Index row = (site.b * p_.heads + site.h) * p_.queries + panel.first;
     find_row_norm(norm_, lse_ + row, tile_, site, panel);
     if (!along_) return;
-    if (q_dot_t_) panel_to_lanes(q_dot_t_, along_->of.q, site, panel);
+    if (q_dot_t_) panel_to_lanes(q_dot_t_, along_->q, site, panel);
     std::fill_n(lse_dot_, kWidth, T(0));
     if (along_->lse) std::copy_n(along_->lse + row, panel.count, lse_dot_);
   }
@@ -47,11 +41,10 @@ class WeightTiles {
   bool step(const Site<T>& site, const Panels& panel, Index key, int keys) {
     if (compute_scores(tile_, site, panel, key, keys) == Cover::none) return false;
     visited_tiles.fetch_add(1, std::memory_order_relaxed);
-    each_vector<T, kWidth>(tile_, [&](Index n, int lane) {
-      store(tile_.s + n, load(tile_.s + n) - load(norm_.base + lane) - load(norm_.log2_l + lane));
-    });
+    each_vector<T, kWidth>(tile_,
+                           [&](Index n, int lane) { store(tile_.s + n, norm_.log2_weight(load(tile_.s + n), lane)); });
     if (!along_) return true;
-    compute_tangents(dot_, tile_, site, panel, along_->of, q_dot_t_, key, keys);
+    compute_tangents(dot_, tile_, site, panel, *along_, q_dot_t_, key, keys);
     each_vector<T, kWidth>(tile_,
                            [&](Index n, int lane) { store(dot_.s + n, load(dot_.s + n) - load(lse_dot_ + lane)); });
     return true;
@@ -70,7 +63,7 @@ class WeightTiles {
 
   const Problem<T>& p_;
   const T* lse_;
-  const WeightTangents<T>* along_;
+  const Tangents<T>* along_;
   T *q_t_ = nullptr, *q_dot_t_ = nullptr, *lse_dot_ = nullptr;
   RowNorm<T> norm_;
   ScoreTile<T> tile_;
@@ -83,7 +76,7 @@ template <class T>
 class AttentionWeights {
  public:
   AttentionWeights(const Problem<T>& p, const T* lse, const Tensor4& out, bool average,
-                   const WeightTangents<T>* along = nullptr)
+                   const Tangents<T>* along = nullptr)
       : p_(p), lse_(lse), along_(along), out_(out), average_(average) {}
 
   Index tasks() const { return p_.batch * (average_ ? 1 : p_.heads) * Tiles::Panels::number(p_.queries); }
@@ -138,7 +131,7 @@ class AttentionWeights {
 
   const Problem<T>& p_;
   const T* lse_;
-  const WeightTangents<T>* along_;
+  const Tangents<T>* along_;
   Tensor4 out_;
   bool average_;
 };
@@ -154,8 +147,7 @@ struct Summaries {
 template <class T>
 class AttentionSummaries {
  public:
-  AttentionSummaries(const Problem<T>& p, const T* lse, const Summaries<T>& result,
-                     const WeightTangents<T>* along = nullptr)
+  AttentionSummaries(const Problem<T>& p, const T* lse, const Summaries<T>& result, const Tangents<T>* along = nullptr)
       : p_(p),
         lse_(lse),
         along_(along),
@@ -240,7 +232,7 @@ class AttentionSummaries {
 
   const Problem<T>& p_;
   const T* lse_;
-  const WeightTangents<T>* along_;
+  const Tangents<T>* along_;
   Summaries<T> result_;
   Index panels_, groups_;
   Arena memory_;

@@ -23,7 +23,7 @@ template <class T>
 struct BackwardTangent {
   Tangents<T> of;
   Matrices<const T> out, grad_out;  // [B, H, Lq, Dv]
-  const T *lse = nullptr, *grad_lse = nullptr;
+  const T* grad_lse = nullptr;
 };
 
 // A task owns the keys of one group, for the queries of one group, of the batches and heads that share its gradients:

@@ -10,6 +10,9 @@ namespace attention_ops {
 template <class T>
 struct RowNorm {
   T *base = nullptr, *log2_l = nullptr;  // one for each lane of a panel
+
+  // log2 p of a vector of scores
+  Vec<T> log2_weight(Vec<T> s, Index lane) const { return s - load(base + lane) - load(log2_l + lane); }
 };
 
 template <class T>

@@ -167,15 +167,16 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
   constexpr int kWidth = Panel<T>::kWidth, kStep = kLanes<T>;
   const Problem<T>& p = site.of;
   const int lane = span.vector * kStep;
-  const T* bias = p.bias.defined() && p.softcap == 0 ? tile.bias + lane : nullptr;
+  const T* bias = p.bias.defined() && p.softcap == 0 ? tile.bias : nullptr;
   const T* k = site.k + key * p.k.row_stride;
   each_row_tile<kTileRows<NV>>(span.keys, [&](auto rows, Index r) {
     const Index first = span.key + r;
-    Accumulators<T, rows, NV> acc{};
-    if (bias)
-      each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) { x = load(bias + (first + i) * kWidth + v * kStep); });
+    Accumulators<T, rows, NV> acc{};  // not the bias: a far one would round every term of the sum
     multiply_rows<T, rows, NV>(acc, k + first * p.k.row_stride, p.k.row_stride, panel.q_t + lane, kWidth, p.width);
-    each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) { use(x, (first + i) * kWidth + lane + v * kStep, v); });
+    each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) {
+      const Index n = (first + i) * kWidth + lane + v * kStep;
+      use(bias ? x + load(bias + n) : x, n, v);
+    });
   });
 }
 

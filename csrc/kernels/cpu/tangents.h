@@ -11,6 +11,7 @@ struct Tangents {
   Matrices<const T> q, k, v;
   Tensor4 bias;
   const T* sinks = nullptr;  // [H]
+  const T* lse = nullptr;    // [B, H, Lq], where it is given: to weights, and to backward passes
 };
 
 // Of the scores of a tile, [kTileKeys, panel width], not in log2 units. Unlike scores they are linear: a masked place
