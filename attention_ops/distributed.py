@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental import register_sharding
 __all__ = ["register", "row_seeds"]
 
 # Every private operator with a query.
-OPERATORS = (
+NAMES = (
     "_attention_forward",
     "_attention_backward",
     "_attention_jvp",
@@ -53,12 +53,12 @@ def register() -> tuple[str, ...]:
     >>> "_attention_forward" in register()
     True
     """
-    for name in OPERATORS:
+    for name in NAMES:
         op = getattr(torch.ops.attention_ops, name).default
         register_sharding(op)(functools.partial(_placements, op._schema))
         # register_sharding takes two calls that differ in a list of booleans for the same: `needed` has to count.
         DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(0, needs_pytree=True)
-    return OPERATORS
+    return NAMES
 
 
 def row_seeds(seed: Tensor, batch: int) -> Tensor:

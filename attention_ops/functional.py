@@ -89,7 +89,7 @@ def attention(
     data, options = _given("attention", bias, mask, sinks, scale, softcap)
     if dropout_p != 0:
         options["dropout_p"] = dropout_p
-        if seed is None and type(query).__name__ == "DTensor":  # each device would draw its own
+        if seed is None and _is_dtensor(query):  # each device would draw its own
             raise ValueError("attention: expected seed a Tensor with dropout of DTensors, got None")
     if seed is not None:
         _check_tensors("attention", seed=seed)
@@ -258,6 +258,8 @@ def scaled_dot_product_attention(
         raise ValueError(
             f"{SDPA}: expected attn_mask None with is_causal, got a tensor of {attn_mask.dim()} dimensions"
         )
+    if dropout_p != 0 and _is_dtensor(query):
+        raise ValueError(f"{SDPA}: expected dropout_p 0 for DTensors (attention takes a seed), got {dropout_p}")
     query, key, value, leading = _four_dimensions(query, key, value, enable_gqa)
     bias, mask = None, masks.causal("upper_left") if is_causal else None
     if attn_mask is not None:
@@ -268,6 +270,11 @@ def scaled_dot_product_attention(
 
 
 SDPA = "scaled_dot_product_attention"
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    """By its name: the class is slow to import, and this is traced by compilers."""
+    return type(x).__name__ == "DTensor"
 
 
 def _check_tensors(operator: str, **arguments: object) -> None:

@@ -265,34 +265,37 @@ def test_bits_are_equal_for_any_number_of_threads(threads):
         assert torch.equal(x, wanted[name]), name
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_masked_reaches_no_derivative(value):
-    """NaN and infinity in masked keys and values, and in their tangents."""
-    length, seen = 90, 70
-    tensors = [torch.randn(1, 2, length, 8, dtype=torch.float64) for _ in range(3)]
-    along = [torch.randn_like(t) for t in tensors]
-    options = {"mask": masks.padding(torch.tensor([seen])), "softcap": 3.0, "return_lse": True}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_masked_reaches_no_derivative(value, dtype):
+    """NaN and infinity in masked rows of everything, and of their tangents, change no bit of any derivative."""
+    length, seen = 90, torch.tensor([70])
+    sizes = {"query": (1, 4, length, 8), "key": (1, 2, length, 8), "value": (1, 2, length, 8)}
+    sizes |= {"bias": (1, 1, length, length), "sinks": (4,)}
+    tensors, along = ({n: torch.randn(s, dtype=dtype) for n, s in sizes.items()} for _ in range(2))
+    tensors["bias"][..., ::7] = -torch.inf
+    options = {"mask": masks.padding(seen, queries=seen), "softcap": 3.0, "dropout_p": 0.2, "seed": torch.tensor([5])}
     clean = second_along(tensors, along, options)
     for group in (tensors, along):
-        for x in group[1:]:
-            x[:, :, seen:] = value
+        for name in ("query", "key", "value", "bias"):
+            group[name][..., seen.item() :, :] = value
+        group["bias"][..., seen.item() :] = value
+        along["bias"][..., ::7] = value
     for a, b in zip(second_along(tensors, along, options), clean, strict=True):
-        assert torch.equal(a.nan_to_num(1e9)[..., :seen, :], b.nan_to_num(1e9)[..., :seen, :])
+        assert not b.isnan().any()
+        assert torch.equal(a, b)
 
 
-def second_along(tensors: list[Tensor], along: list[Tensor], options: dict) -> list[Tensor]:
-    def first(*x: Tensor) -> tuple[Tensor, ...]:
-        def loss(*y: Tensor) -> Tensor:
-            out, lse = attention_ops.attention(*y, **options)
-            return out.square().sum() + lse.sin().sum()
-
-        return grad(loss, (0, 1, 2))(*x)
-
+def second_along(tensors: dict[str, Tensor], along: dict[str, Tensor], options: dict) -> list[Tensor]:
     def forward(*x: Tensor) -> Tensor:
-        out, lse = attention_ops.attention(*x, **options)
+        named = dict(zip(tensors, x, strict=True))
+        out, lse = attention_ops.attention(**named, **options, return_lse=True)
         return torch.cat([out, lse[..., None]], -1)
 
-    given, moves = tuple(tensors), tuple(along)
+    def first(*x: Tensor) -> tuple[Tensor, ...]:
+        return grad(lambda *y: forward(*y).sin().sum(), tuple(range(len(tensors))))(*x)
+
+    given, moves = tuple(tensors.values()), tuple(along.values())
     return [jvp(forward, given, moves)[1], *jvp(first, given, moves)[1]]
 
 

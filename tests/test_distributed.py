@@ -329,4 +329,4 @@ def test_every_operator_with_a_query_is_registered():
         for name in names
         if any(a.name == "query" for a in torch._C._get_schema(f"attention_ops::{name}", "").arguments)
     }
-    assert with_query == set(distributed.OPERATORS)
+    assert with_query == set(distributed.NAMES)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from compare import OUTPUT, assert_close
 
 import attention_ops
+from attention_ops import reference
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -48,3 +50,14 @@ def test_entropy_has_a_gradient_beside_the_lowest_number(dtype):
     entropy = attention_ops.attention_summaries(query, key, bias=bias).entropy
     for grad in torch.autograd.grad(entropy, (query, key, bias), torch.full_like(entropy, 7.0)):
         torch.testing.assert_close(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("far", [30.0, -300.0, 3000.0])
+@pytest.mark.parametrize("width", [8, 64, 256])
+def test_a_far_bias_rounds_a_score_once(width, far):
+    """Not every term of its product."""
+    query, key, value = (torch.randn(1, 2, 60, width) for _ in range(3))
+    bias = far + torch.randn(1, 2, 60, 60)
+    exact = reference.attention(query.double(), key.double(), value.double(), bias=bias.double())
+    plain = reference.attention(query, key, value, bias=bias)
+    assert_close(attention_ops.attention(query, key, value, bias=bias), plain, exact, OUTPUT)
