@@ -4,7 +4,7 @@ from ._library import build_info, isa, load
 
 load()
 
-from . import masks, reference, visualize  # noqa: E402
+from . import masks, position, reference, visualize  # noqa: E402
 from .functional import (  # noqa: E402
     COMPUTE_INTENSIVE_OPS,
     Summaries,
@@ -27,6 +27,7 @@ __all__ = [
     "dropout_mask",
     "isa",
     "masks",
+    "position",
     "reference",
     "scaled_dot_product_attention",
     "visualize",

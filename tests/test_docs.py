@@ -8,13 +8,15 @@ import pathlib
 import pytest
 
 import attention_ops
-from attention_ops import distributed, masks, reference, visualize
+from attention_ops import distributed, masks, position, reference, visualize
 
 FOLDER = pathlib.Path(attention_ops.__file__).parent
 MODULES = [*sorted(f"attention_ops.{path.stem}" for path in FOLDER.glob("[!_]*.py")), "attention_ops._library"]
+MODULES += sorted(f"attention_ops.nn.{path.stem}" for path in (FOLDER / "nn").glob("[!_]*.py"))
+DOCUMENTED = (attention_ops, distributed, masks, position, reference, visualize)
 PUBLIC = [
     getattr(module, name)
-    for module in (attention_ops, distributed, masks, reference, visualize)
+    for module in DOCUMENTED
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 ]
@@ -31,5 +33,5 @@ def test_every_public_function_has_an_example(function):
 
 
 def test_all_names_are_there():
-    for module in (attention_ops, distributed, masks, reference, visualize):
+    for module in DOCUMENTED:
         assert all(hasattr(module, name) for name in module.__all__)

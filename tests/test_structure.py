@@ -11,7 +11,7 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 CPP = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cuh", ".cu"))
-PYTHON_FOLDERS = ("attention_ops", "benchmarks", "examples", "examples/cpp", "tests")
+PYTHON_FOLDERS = ("attention_ops", "attention_ops/nn", "benchmarks", "examples", "examples/cpp", "tests")
 PYTHON = sorted(path for folder in PYTHON_FOLDERS for path in (ROOT / folder).glob("*.py"))
 PROGRAMS = sorted(path for path in (ROOT / "examples" / "cpp").glob("*") if path.suffix in (".h", ".cpp"))
 CPP_IDS = [str(path.relative_to(CSRC)) for path in CPP]
@@ -32,15 +32,19 @@ MAY_INCLUDE = {
 }
 # What each module of the package may import of the others.
 MAY_IMPORT = {
-    "__init__": {"_library", "functional", "masks", "reference", "visualize"},
+    "__init__": {"_library", "functional", "masks", "nn", "position", "reference", "rotary", "visualize"},
     "_cuda": set(),
     "_isas": set(),
     "_library": {"_isas"},
     "masks": set(),
     "distributed": set(),
     "functional": {"_library", "masks"},
-    "reference": {"masks"},
+    "position": set(),
+    "rotary": {"functional"},
+    "reference": {"masks", "rotary"},
     "visualize": set(),
+    "nn/__init__": {"positions"},
+    "nn/positions": {"position", "rotary"},
 }
 
 
@@ -87,9 +91,10 @@ def test_no_macros_of_our_own(path: pathlib.Path) -> None:
 
 
 def test_modules_import_downwards() -> None:
-    for path in sorted((ROOT / "attention_ops").glob("*.py")):
-        assert path.stem in MAY_IMPORT, f"say in this test what {path.stem} may import"
-        assert package_imports(ast.parse(path.read_text())) <= MAY_IMPORT[path.stem], path.name
+    for path in sorted((ROOT / "attention_ops").rglob("*.py")):
+        name = path.relative_to(ROOT / "attention_ops").with_suffix("").as_posix()
+        assert name in MAY_IMPORT, f"say in this test what {name} may import"
+        assert package_imports(ast.parse(path.read_text())) <= MAY_IMPORT[name], name
 
 
 def package_imports(tree: ast.Module) -> set[str]:
@@ -238,10 +243,11 @@ def test_every_operator_is_in_every_layer(operators: list[str]) -> None:
     assert len(primitives) >= 7
     for name in primitives:
         layers = ["CPU", "Meta", "FuncTorchBatched", "Batched"]
-        if "_attention" in name:  # the others have no derivative
+        if name != "attention_ops::_dropout_mask":  # which has no derivative
             layers.append("Autograd")
+        if "_attention" in name and not name.endswith(("_backward", "_jvp")):
             # Those of gradients and tangents get what a forward has cast.
-            layers += [] if name.endswith(("_backward", "_jvp")) else ["AutocastCPU", "AutocastCUDA"]
+            layers += ["AutocastCPU", "AutocastCUDA"]
         assert [key for key in layers if not has_kernel(name, key)] == [], name
 
 
