@@ -4,7 +4,7 @@ from ._library import build_info, isa, load
 
 load()
 
-from . import masks, position, reference, visualize  # noqa: E402
+from . import masks, position, reference, rotary, visualize  # noqa: E402
 from .functional import (  # noqa: E402
     COMPUTE_INTENSIVE_OPS,
     Summaries,
@@ -14,6 +14,7 @@ from .functional import (  # noqa: E402
     dropout_mask,
     scaled_dot_product_attention,
 )
+from .rotary import rope  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,8 @@ __all__ = [
     "masks",
     "position",
     "reference",
+    "rope",
+    "rotary",
     "scaled_dot_product_attention",
     "visualize",
 ]

@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from . import masks
+from . import masks, rotary
 
-__all__ = ["attention", "attention_summaries", "attention_weights", "dropout_mask", "philox"]
+__all__ = ["attention", "attention_summaries", "attention_weights", "dropout_mask", "philox", "rope"]
 
 MaskLike = masks.Mask | str | Tensor | None
 
@@ -122,6 +122,38 @@ def dropout_mask(seed: Tensor, batch: int, heads: int, queries: int, keys: int, 
 
 def _dropped_of_65536(dropout_p: float) -> int:
     return math.floor(dropout_p * 65536 + 0.5)
+
+
+def rope(
+    x: Tensor,
+    frequencies: rotary.Frequencies,
+    *,
+    positions: Tensor | None = None,
+    offset: int | Tensor = 0,
+    layout: str = "half",
+) -> Tensor:
+    """Rotary positions by complex numbers: each pair (a, b) is a + bi, times factor e^(it); in float64 inside.
+
+    Differentiable in x, positions and inverse frequencies.
+
+    >>> turn = rotary.Frequencies(torch.tensor([math.pi / 2], dtype=torch.float64))
+    >>> rope(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), turn).round(decimals=6).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+    inverse, factor, axes = frequencies
+    pairs = len(inverse)
+    positions = torch.arange(x.shape[-2]) if positions is None else positions
+    positions = positions[..., None, :] if not axes else positions  # [..., axes, L]
+    if isinstance(offset, Tensor):
+        offset = offset[..., None, None]
+    position = (positions + offset).double()[..., list(axes) or [0] * pairs, :].mT  # [..., L, pairs]
+    angle = (position * inverse).unsqueeze(-3) if position.dim() > 2 else position * inverse  # one for all heads
+    turned, rest = x[..., : 2 * pairs].double(), x[..., 2 * pairs :]
+    split = turned.unflatten(-1, (2, pairs)).mT if layout == "half" else turned.unflatten(-1, (pairs, 2))
+    rotated = torch.complex(*split.unbind(-1)) * torch.polar(torch.full_like(angle, factor), angle)
+    both = torch.stack((rotated.real, rotated.imag), -1)  # [..., L, pairs, 2]
+    both = (both.mT if layout == "half" else both).flatten(-2)
+    return torch.cat((both.to(x.dtype), rest), -1)
 
 
 LOW = 0xFFFFFFFF

@@ -180,4 +180,12 @@ inline Tensor kept(In seed, c10::SymInt B, c10::SymInt H, c10::SymInt Lq, c10::S
   return op.call(seed, B, H, Lq, Lk, dropout_p);
 }
 
+// x [B, H, L, D] with its first 2 * pairs elements turned by positions [B|1, axes, L] times inv_freq [pairs], both
+// float64; axes [pairs] says which axis each pair is on, and is empty where all are on the first. No attention either.
+inline const auto& rope() {
+  using Signature = Tensor(In, In, In, at::IntArrayRef, bool interleaved, bool inverse, double factor);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attention_ops::_rope", "").typed<Signature>();
+  return op;
+}
+
 }  // namespace attention_ops

@@ -203,7 +203,7 @@ void register_all(torch::Library& m) {
        {"_attention_forward", "_attention_backward", "_attention_jvp", "_attention_double_backward",
         "_attention_weights", "_attention_weights_backward", "_attention_weights_jvp",
         "_attention_weights_double_backward", "_attention_summaries", "_attention_summaries_backward",
-        "_attention_summaries_jvp", "_attention_summaries_double_backward", "_dropout_mask"})
+        "_attention_summaries_jvp", "_attention_summaries_double_backward", "_dropout_mask", "_rope"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<vmap<Kind>>());
 }
 
