@@ -4,7 +4,7 @@ from ._library import build_info, isa, load
 
 load()
 
-from . import masks, position, reference, rotary, visualize  # noqa: E402
+from . import masks, nn, position, reference, rotary, visualize  # noqa: E402
 from .functional import (  # noqa: E402
     COMPUTE_INTENSIVE_OPS,
     Summaries,
@@ -28,6 +28,7 @@ __all__ = [
     "dropout_mask",
     "isa",
     "masks",
+    "nn",
     "position",
     "reference",
     "rope",

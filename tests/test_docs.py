@@ -8,12 +8,12 @@ import pathlib
 import pytest
 
 import attention_ops
-from attention_ops import distributed, masks, position, reference, rotary, visualize
+from attention_ops import distributed, masks, nn, position, reference, rotary, visualize
 
 FOLDER = pathlib.Path(attention_ops.__file__).parent
 MODULES = [*sorted(f"attention_ops.{path.stem}" for path in FOLDER.glob("[!_]*.py")), "attention_ops._library"]
 MODULES += sorted(f"attention_ops.nn.{path.stem}" for path in (FOLDER / "nn").glob("[!_]*.py"))
-DOCUMENTED = (attention_ops, distributed, masks, position, reference, rotary, visualize)
+DOCUMENTED = (attention_ops, distributed, masks, nn, position, reference, rotary, visualize)
 PUBLIC = [
     getattr(module, name)
     for module in DOCUMENTED

@@ -1,0 +1,240 @@
+"""Modules for positions: rotary, sinusoidal, learned, and biases by distance.
+
+What rotates or is added takes `positions` [L] or [B, L] and an `offset`, a number or one for each sample [B]: a cache
+of 5 tokens and one more equals 6 at once. Biases by distance take the numbers of queries and keys alone.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .. import position, rotary
+
+
+class RotaryEmbedding(nn.Module):
+    """`attention_ops.rope` with its options: query or key [B, H, L, D] in, the same rotated out.
+
+    It stores no tables, so no cast, device or earlier offset can make one wrong.
+
+    >>> rotate, x = RotaryEmbedding(), torch.randn(1, 2, 6, 8)
+    >>> torch.equal(rotate(x)[:, :, 5:], rotate(x[:, :, 5:], offset=5))
+    True
+
+    Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864.
+    """
+
+    def __init__(
+        self,
+        rotary_dim: int | None = None,
+        *,
+        base: float = rotary.BASE,
+        layout: str = "half",
+        scaling: rotary.Scaling | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = {"rotary_dim": rotary_dim, "base": base, "layout": layout, "scaling": scaling}
+
+    def forward(self, x: Tensor, *, positions: Tensor | None = None, offset: int | Tensor = 0) -> Tensor:
+        return rotary.rope(x, positions=positions, offset=offset, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+
+class SinusoidalPositions(nn.Module):
+    """Adds sinusoids to x [..., L, width].
+
+    >>> add, x = SinusoidalPositions(8), torch.randn(2, 6, 8)
+    >>> torch.equal(add(x)[:, 5:], add(x[:, 5:], offset=5))
+    True
+
+    Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762.
+    """
+
+    def __init__(self, width: int, *, base: float = 10000.0, layout: str = "interleaved") -> None:
+        super().__init__()
+        self.width, self.base, self.layout = width, base, layout
+
+    def forward(self, x: Tensor, *, positions: Tensor | None = None, offset: int | Tensor = 0) -> Tensor:
+        _check_width("SinusoidalPositions", x, self.width)
+        places = x.shape[-2] if positions is None else positions
+        added = position.sinusoidal(
+            places, self.width, offset=offset, base=self.base, layout=self.layout, dtype=x.dtype, device=x.device
+        )
+        return x + added
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, base={self.base}, layout={self.layout!r}"
+
+
+class LearnedPositions(nn.Module):
+    """Adds a learned row for each position to x [..., L, width]; a position past the table is an error.
+
+    `resized` gives a longer or shorter table by linear interpolation, for those who ask for it.
+
+    >>> add, x = LearnedPositions(8, 4), torch.randn(2, 6, 4)
+    >>> torch.equal(add(x)[:, 5:], add(x[:, 5:], offset=5))
+    True
+    >>> add.resized(16).weight.shape
+    torch.Size([16, 4])
+
+    Gehring et al., Convolutional Sequence to Sequence Learning, 2017, https://arxiv.org/abs/1705.03122.
+    """
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(length, width) * 0.02)
+
+    def forward(self, x: Tensor, *, positions: Tensor | None = None, offset: int | Tensor = 0) -> Tensor:
+        _check_width("LearnedPositions", x, self.weight.shape[1])
+        if positions is None and not isinstance(offset, Tensor):
+            if offset < 0 or offset + x.shape[-2] > len(self.weight):
+                self._refuse(f"{offset} to {offset + x.shape[-2] - 1}")
+            return x + self.weight[offset : offset + x.shape[-2]]
+        places = torch.arange(x.shape[-2], device=x.device) if positions is None else positions
+        places = places + (offset[..., None] if isinstance(offset, Tensor) else offset)
+        try:
+            return x + nn.functional.embedding(places, self.weight)
+        except IndexError:
+            self._refuse(f"{places.min()} to {places.max()}")
+
+    def resized(self, length: int) -> "LearnedPositions":
+        rows = self.weight.detach().T[None]  # [1, width, length]
+        other = LearnedPositions(0, self.weight.shape[1])
+        size = {"size": length, "mode": "linear", "align_corners": True}
+        other.weight = nn.Parameter(nn.functional.interpolate(rows, **size)[0].T.contiguous())
+        return other
+
+    def _refuse(self, got: str) -> None:
+        last = len(self.weight) - 1
+        raise ValueError(f"LearnedPositions: expected positions from 0 to {last} (or a table `resized`), got {got}")
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
+
+
+class DistanceBias(nn.Module):
+    """A bias of scores by distance: `distance_bias(Lq, Lk)` is [1, H, Lq + Lk - 1], calling it gives [1, H, Lq, Lk].
+
+    The last query stands at the last key, so one query after a cache needs no offset.
+
+    >>> bias = T5Bias(4)
+    >>> torch.equal(bias(6, 6)[:, :, 5:], bias(1, 6))
+    True
+    """
+
+    def distance_bias(self, queries: int, keys: int) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, queries: int, keys: int) -> Tensor:
+        return position.expand(self.distance_bias(queries, keys), queries, keys)
+
+
+class AlibiBias(DistanceBias):
+    """ALiBi: -slope |d|, in float32 whatever the type of the module. `learned` makes the slopes a parameter.
+
+    >>> AlibiBias(8)(2, 2)[0, 0].tolist()
+    [[0.0, -0.5], [-0.5, 0.0]]
+
+    Press et al., Train Short, Test Long, 2021, https://arxiv.org/abs/2108.12409.
+    """
+
+    def __init__(self, heads: int, *, learned: bool = False) -> None:
+        super().__init__()
+        self.heads = heads
+        slopes = position.alibi_slopes(heads)
+        if learned:
+            self.slopes = nn.Parameter(slopes)
+        else:
+            self.register_buffer("slopes", slopes, persistent=False)
+
+    def distance_bias(self, queries: int, keys: int) -> Tensor:
+        return position.alibi(self.slopes.float(), queries, keys)
+
+    def _apply(self, *args: object, **kwargs: object) -> "AlibiBias":
+        """A cast of the module moves fixed slopes and does not round them."""
+        super()._apply(*args, **kwargs)
+        if not isinstance(self.slopes, nn.Parameter) and self.slopes.dtype != torch.float32:
+            self.slopes = position.alibi_slopes(self.heads).to(self.slopes.device)
+        return self
+
+
+class T5Bias(DistanceBias):
+    """T5's learned bias of buckets of distances, for self-attention.
+
+    >>> T5Bias(4, bidirectional=False)(3, 3).shape
+    torch.Size([1, 4, 3, 3])
+
+    Raffel et al., Exploring the Limits of Transfer Learning (T5), 2019, https://arxiv.org/abs/1910.10683.
+    """
+
+    def __init__(self, heads: int, *, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(buckets, heads) * 0.02)
+        self.max_distance, self.bidirectional = max_distance, bidirectional
+
+    def distance_bias(self, queries: int, keys: int) -> Tensor:
+        options = {"bidirectional": self.bidirectional, "max_distance": self.max_distance}
+        return position.t5(self.table, queries, keys, **options)
+
+
+class KerpleBias(DistanceBias):
+    """KERPLE's learned kernels: "log", -r1 log(1 + r2 |d|), or "power", -r1 |d|^r2.
+
+    >>> KerpleBias(4)(1, 3).shape
+    torch.Size([1, 4, 1, 3])
+
+    Chi et al., KERPLE, 2022, https://arxiv.org/abs/2205.09921.
+    """
+
+    def __init__(self, heads: int, kind: str = "log") -> None:
+        super().__init__()
+        if kind not in ("log", "power"):
+            raise ValueError(f"KerpleBias: expected kind log or power, got {kind!r}")
+        self.kind = kind
+        self.log_r1 = nn.Parameter((torch.rand(heads) * 2).clamp(min=0.01).log())
+        self.r2_logit = nn.Parameter(torch.rand(heads).clamp(0.01, 0.99).logit())
+
+    def distance_bias(self, queries: int, keys: int) -> Tensor:
+        if self.kind == "log":  # r2 > 0
+            return position.kerple_log(self.log_r1.exp(), self.r2_logit.exp(), queries, keys)
+        return position.kerple_power(self.log_r1.exp(), 2 * self.r2_logit.sigmoid(), queries, keys)
+
+
+class ClippedBias(DistanceBias):
+    """A learned bias for each distance up to `reach`; those beyond share the last.
+
+    >>> ClippedBias(4, reach=2)(1, 5).shape
+    torch.Size([1, 4, 1, 5])
+
+    Shaw et al., Self-Attention with Relative Position Representations, 2018, https://arxiv.org/abs/1803.02155.
+    """
+
+    def __init__(self, heads: int, reach: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2 * reach + 1, heads) * 0.02)
+
+    def distance_bias(self, queries: int, keys: int) -> Tensor:
+        return position.clipped(self.table, queries, keys)
+
+
+class WindowBias(nn.Module):
+    """Swin's learned bias [1, H, h w, h w] of the cells of a window.
+
+    >>> WindowBias(4, 2, 3)().shape
+    torch.Size([1, 4, 6, 6])
+
+    Liu et al., Swin Transformer, 2021, https://arxiv.org/abs/2103.14030.
+    """
+
+    def __init__(self, heads: int, height: int, width: int) -> None:
+        super().__init__()
+        self.height, self.width = height, width
+        self.table = nn.Parameter(torch.randn((2 * height - 1) * (2 * width - 1), heads) * 0.02)
+
+    def forward(self) -> Tensor:
+        return position.window(self.table, self.height, self.width)
+
+
+def _check_width(operator: str, x: Tensor, width: int) -> None:
+    if x.dim() < 2 or x.shape[-1] != width:
+        raise ValueError(f"{operator}: expected x [..., L, {width}], got {list(x.shape)}")
