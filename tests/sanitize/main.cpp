@@ -1,17 +1,15 @@
 // Drives every CPU kernel over many small problems in exactly fitting memory, and checks the forward pass against its
 // formula. Torch-free: built with the sanitizers by the Makefile beside it, once for each instruction set.
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "arrays.h"
 #include "kernels/cpu/attention_backward.h"
 #include "kernels/cpu/attention_decode.h"
 #include "kernels/cpu/attention_jvp.h"
@@ -20,38 +18,6 @@
 
 namespace attention_ops {
 namespace {
-
-std::mt19937 generator(1);
-
-Index draw(Index least, Index most) {
-  return std::uniform_int_distribution<Index>(least, most)(generator);
-}
-
-// An array of its own size, so that a step past its end is seen.
-template <class E>
-using Array = std::shared_ptr<E[]>;
-
-template <class E>
-Array<E> array_of(Index count) {
-  return Array<E>(new E[count]());
-}
-// Matrix units read memory behind the sanitizer's back: what they read ends with its page, and the next is forbidden.
-template <>
-Array<BFloat16> array_of(Index count) {
-  const size_t page = sysconf(_SC_PAGESIZE), bytes = count * sizeof(BFloat16), whole = round_up(bytes, page);
-  char* memory =
-      static_cast<char*>(mmap(nullptr, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  mprotect(memory + whole, page, PROT_NONE);
-  return Array<BFloat16>(reinterpret_cast<BFloat16*>(memory + whole - bytes),
-                         [=](BFloat16*) { munmap(memory, whole + page); });
-}
-template <class E>
-Array<E> normal(Index count) {
-  Array<E> x = array_of<E>(count);
-  std::normal_distribution<double> draw;
-  for (Index i = 0; i < count; ++i) x[i] = convert<E>(draw(generator));
-  return x;
-}
 
 struct Shape {
   Index B, H, Hkv, Lq, Lk, D, Dv;
