@@ -33,7 +33,7 @@ def test_the_source_archive_holds_all_that_a_build_needs(copy: pathlib.Path) -> 
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
     wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
-    wanted |= {f"attention_ops/{path.name}" for path in PACKAGE.glob("*.py")}
+    wanted |= {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
     assert wanted | {"setup.py", "pyproject.toml", "README.md"} <= names
     assert not [name for name in names if name.endswith((".so", "_build.json"))]
 

@@ -1,5 +1,5 @@
-// Drives every CPU kernel over many small problems in exactly fitting memory, and checks the forward pass against its
-// formula. Torch-free: built with the sanitizers by the Makefile beside it, once for each instruction set.
+// Drives every CPU kernel of attention over many small problems in exactly fitting memory, and checks the forward pass
+// against its formula. Torch-free: built with the sanitizers by the Makefile beside it, once for each instruction set.
 #include <sys/syscall.h>
 #include <unistd.h>
 
