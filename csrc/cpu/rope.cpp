@@ -4,9 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "cpu/launch.h"
 #include "cpu/parallel.h"
-#include "ops/allocate.h"
-#include "ops/views.h"
 
 namespace attention_ops {
 namespace {
@@ -17,12 +16,14 @@ RopeView<E> rope_view(const Tensor& x, E* data) {
 }
 
 Tensor rope_cpu(In x, In positions, In inv_freq, at::IntArrayRef axes, bool interleaved, bool inverse, double factor) {
-  const Tensor out = empty_heads_like(x);
+  const Tensor out = on_large_pages(empty_heads_like(x));
   const Vector<double> places(positions), frequencies(inv_freq);
-  const RopeProblem problem{
-      x.size(0),         x.size(1),         x.size(2),     x.size(3),          inv_freq.size(0),
-      positions.size(0), positions.size(1), places.data(), frequencies.data(), axes.empty() ? nullptr : axes.data(),
-      interleaved,       inverse,           factor};
+  RopeProblem problem{};
+  problem.batch = x.size(0), problem.heads = x.size(1), problem.length = x.size(2), problem.width = x.size(3);
+  problem.pairs = inv_freq.size(0), problem.inv_freq = frequencies.data();
+  problem.position_batch = positions.size(0), problem.axes = positions.size(1), problem.positions = places.data();
+  problem.axis_of = axes.empty() ? nullptr : axes.data();
+  problem.interleaved = interleaved, problem.inverse = inverse, problem.factor = factor;
   in_element_type(x, [&]<class E>() {
     const Rope<E> kernel(problem, rope_view(x, static_cast<const E*>(x.const_data_ptr())),
                          rope_view(out, static_cast<E*>(out.mutable_data_ptr())));
