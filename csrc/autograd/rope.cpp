@@ -13,7 +13,7 @@ struct RopeFormula {
   bool interleaved = false, inverse = false;
   double factor = 1;
 
-  void visit(auto&& f) const { f(axes), f(interleaved), f(inverse), f(factor); }
+  static void visit(auto& self, auto&& f) { f(self.axes), f(self.interleaved), f(self.inverse), f(self.factor); }
 
   variable_list operator()(const variable_list& grads, const variable_list& saved, const std::vector<bool>&) const {
     return {rope().call(grads[0], saved[0], saved[1], axes, interleaved, !inverse, factor)};

@@ -15,13 +15,22 @@ struct SineCosine {
 inline constexpr std::array<double, 3> kQuarterTurn = {0x1.921fb544p0, 0x1.0b4611a6p-34, 0x1.3198a2e0p-69};
 inline constexpr double kLargestReduced = 0x1p20 * 1.5;
 
-// Of |x| <= pi / 4: sin x = x + x^3 p(x^2), cos x = 1 - x^2 / 2 + x^4 q(x^2), minimax.
-inline constexpr std::array<double, 6> kSine = {1.58969099521155010221e-10, -2.50507602534068634195e-08,
-                                                2.75573137070700676789e-06, -1.98412698298579493134e-04,
-                                                8.33333333332248946124e-03, -1.66666666666666324348e-01};
-inline constexpr std::array<double, 6> kCosine = {-1.13596475577881948265e-11, 2.08757232129817482790e-09,
-                                                  -2.75573143513906633035e-07, 2.48015872894767294178e-05,
-                                                  -1.38888888888741095749e-03, 4.16666666666666019037e-02};
+// The Taylor series' terms sign / n!, sign changing, for n = First, First + 2, ..., the highest first.
+template <int First, size_t N>
+constexpr std::array<double, N> alternating_series(double sign) {
+  std::array<double, N> terms{};
+  double factorial = 1;
+  for (int n = 2; n <= First; ++n) factorial *= n;
+  for (size_t k = 0; k < N; ++k) {
+    const double n = First + 2.0 * k;
+    terms[N - 1 - k] = sign / factorial;
+    factorial *= (n + 1) * (n + 2), sign = -sign;
+  }
+  return terms;
+}
+
+// Of |x| <= pi / 4, to 1e-19: sin x = x + x^3 p(x^2), cos x = 1 - x^2 / 2 + x^4 q(x^2).
+inline constexpr std::array<double, 8> kSine = alternating_series<3, 8>(-1), kCosine = alternating_series<4, 8>(1);
 
 // x = n pi / 2 + r; n's lowest bits say which quarter of the turn x lies in.
 inline SineCosine sine_cosine_reduced(Vec<double> x) {
