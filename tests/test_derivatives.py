@@ -1,5 +1,6 @@
 """Forward mode and second derivatives of every operator, against the formula in float64."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -297,6 +298,29 @@ def second_along(tensors: dict[str, Tensor], along: dict[str, Tensor], options: 
 
     given, moves = tuple(tensors.values()), tuple(along.values())
     return [jvp(forward, given, moves)[1], *jvp(first, given, moves)[1]]
+
+
+@pytest.mark.parametrize("product", ["hvp", "vhp", "jvp", "vjp"])
+@pytest.mark.parametrize("operator", ["attention", "attention_weights", "attention_summaries"])
+def test_products_of_the_functional_module(operator, product):
+    """Its hvp and jvp differentiate a gradient by what came in for it."""
+    count = 3 if operator == "attention" else 2
+    given = tuple(torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(count))
+    along = tuple(torch.randn_like(t) for t in given)
+
+    def loss(module: object, *x: Tensor) -> Tensor:
+        results = getattr(module, operator)(*x, mask="causal", softcap=2.0)
+        results = [results] if isinstance(results, Tensor) else results
+        return sum((r * r.cos()).sum() for r in results)
+
+    function = getattr(torch.autograd.functional, product)
+    moves = torch.tensor(0.7, dtype=torch.float64) if product == "vjp" else along
+    found, wanted = (
+        torch.utils._pytree.tree_leaves(function(functools.partial(loss, module), given, moves))
+        for module in (attention_ops, reference)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 REFUSED = {

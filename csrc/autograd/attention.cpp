@@ -51,6 +51,23 @@ struct JvpFormula : AttentionFormula {
   }
 };
 
+// The second derivative of <out, grad_out> + <lse, grad_lse>, a symmetric matrix, times the tangents: so is its
+// gradient.
+struct DoubleBackwardFormula : AttentionFormula {
+  static constexpr auto name = "AttentionOpsAttentionDoubleBackwardBackward";
+
+  variable_list operator()(const variable_list& grads, const variable_list& saved,
+                           const std::vector<bool>& needed) const {
+    refuse_third_derivatives("_attention_double_backward", needed, 7);
+    const Restored r(saved, constants);
+    const auto [query, key, value, bias, sinks, out, lse] =
+        double_backward().call(r.attention, r.extra[0], r.extra[1], optional(r.extra[2]), optional(r.extra[3]),
+                               optional(grads[0]), optional(grads[1]), optional(grads[2]), optional(grads[3]),
+                               optional(grads[4]), optional(grads[5]), optional(grads[6]), slice<7>(needed));
+    return keep({query, key, value, bias, sinks, out, lse}, needed);
+  }
+};
+
 Pair forward_autograd(c10::DispatchKeySet keys, const Attention& a) {
   const auto node = record<ForwardFormula>(a, a.query, a.key, a.value, a.bias, a.sinks);
   auto [out, lse] = below_autograd([&] { return forward().redispatch(keys & c10::after_autograd_keyset, a); });
@@ -109,12 +126,20 @@ Pair jvp_autograd(c10::DispatchKeySet keys, const Attention& a, In out, In lse, 
 Seven double_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse,
                                Opt query_t, Opt key_t, Opt value_t, Opt bias_t, Opt sinks_t, Opt grad_out_t,
                                Opt grad_lse_t, std::array<bool, 7> needed) {
-  const auto call = [&] {
+  refuse_tangents("_attention_double_backward", a.query, a.key, a.value, a.bias, a.sinks, grad_out, grad_lse, query_t,
+                  key_t, value_t, bias_t, sinks_t, grad_out_t, grad_lse_t);
+  const auto node = record<DoubleBackwardFormula>(a, query_t, key_t, value_t, bias_t, sinks_t, grad_out_t, grad_lse_t,
+                                                  a.query, a.key, a.value, a.bias, a.sinks, grad_out, grad_lse);
+  if (node) save_all(node, out, lse, grad_out, grad_lse);
+  auto [query, key, value, bias, sinks, o, l] = below_autograd([&] {
     return double_backward().redispatch(keys & c10::after_autograd_keyset, a, out, lse, grad_out, grad_lse, query_t,
                                         key_t, value_t, bias_t, sinks_t, grad_out_t, grad_lse_t, needed);
-  };
-  return last_derivative("_attention_double_backward", call, a.query, a.key, a.value, a.bias, a.sinks, grad_out,
-                         grad_lse, query_t, key_t, value_t, bias_t, sinks_t, grad_out_t, grad_lse_t);
+  });
+  if (node) {
+    attach(node, {query, key, value, bias, sinks, o, l});
+    announce(node);
+  }
+  return {query, key, value, bias, sinks, o, l};
 }
 
 TORCH_LIBRARY_IMPL(attention_ops, Autograd, m) {

@@ -67,6 +67,17 @@ struct WeightsJvpFormula : SelectionFormula {
   }
 };
 
+// Linear in the tangents, with a symmetric matrix where they are those of the inputs.
+struct WeightsDoubleBackwardFormula : SelectionFormula {
+  static constexpr auto name = "AttentionOpsWeightsDoubleBackwardBackward";
+
+  variable_list operator()(const variable_list& grads, const variable_list& saved,
+                           const std::vector<bool>& needed) const {
+    refuse_third_derivatives("_attention_weights_double_backward", needed, 5);
+    return WeightsDoubleFormula{*this}(grads, saved, needed);
+  }
+};
+
 template <class Node>
 void save_selection(const Node& node, const c10::SymInt& queries, bool average, In lse, Opt heads, Opt rows) {
   node->formula.queries = queries, node->formula.average = average;
@@ -134,13 +145,24 @@ Tensor weights_jvp_autograd(c10::DispatchKeySet keys, const Attention& a, In lse
 Four weights_double_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows,
                                       c10::SymInt queries, bool average, In grad_weights, Opt query_t, Opt key_t,
                                       Opt bias_t, Opt lse_t, Opt grad_weights_t, Needed needed) {
-  const auto call = [&] {
+  refuse_tangents("_attention_weights_double_backward", a.query, a.key, a.bias, lse, grad_weights, query_t, key_t,
+                  bias_t, lse_t, grad_weights_t);
+  const auto node = record<WeightsDoubleBackwardFormula>(a, query_t, key_t, bias_t, lse_t, grad_weights_t, a.query,
+                                                         a.key, a.bias, lse, grad_weights);
+  if (node) {
+    save_selection(node, queries, average, lse, heads, rows);
+    node->save(grad_weights);
+  }
+  auto [query, key, bias, grad_lse] = below_autograd([&] {
     return weights_double_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries,
                                                 average, grad_weights, query_t, key_t, bias_t, lse_t, grad_weights_t,
                                                 needed);
-  };
-  return last_derivative("_attention_weights_double_backward", call, a.query, a.key, a.bias, lse, grad_weights, query_t,
-                         key_t, bias_t, lse_t, grad_weights_t);
+  });
+  if (node) {
+    attach(node, {query, key, bias, grad_lse});
+    announce(node);
+  }
+  return {query, key, bias, grad_lse};
 }
 
 struct SummariesFormula : AttentionFormula {
@@ -187,6 +209,16 @@ struct SummariesJvpFormula : AttentionFormula {
     const auto [query_t, key_t, bias_t, lse_t] = summaries_backward().call(
         r.attention, r.extra[0], r.extra[1], column_sum, entropy, maximum, slice<4>(needed, 4));
     return keep({query, key, bias, lse, query_t, key_t, bias_t, lse_t}, needed);
+  }
+};
+
+struct SummariesDoubleBackwardFormula : AttentionFormula {
+  static constexpr auto name = "AttentionOpsSummariesDoubleBackwardBackward";
+
+  variable_list operator()(const variable_list& grads, const variable_list& saved,
+                           const std::vector<bool>& needed) const {
+    refuse_third_derivatives("_attention_summaries_double_backward", needed, 7);
+    return SummariesDoubleFormula{*this}(grads, saved, needed);
   }
 };
 
@@ -250,14 +282,22 @@ Four summaries_double_backward_autograd(c10::DispatchKeySet keys, const Attentio
                                         Opt grad_column_sum, Opt grad_entropy, Opt grad_maximum, Opt query_t, Opt key_t,
                                         Opt bias_t, Opt lse_t, Opt grad_column_sum_t, Opt grad_entropy_t,
                                         Opt grad_maximum_t, Needed needed) {
-  const auto call = [&] {
+  refuse_tangents("_attention_summaries_double_backward", a.query, a.key, a.bias, lse, grad_column_sum, grad_entropy,
+                  grad_maximum, query_t, key_t, bias_t, lse_t, grad_column_sum_t, grad_entropy_t, grad_maximum_t);
+  const auto node = record<SummariesDoubleBackwardFormula>(a, query_t, key_t, bias_t, lse_t, grad_column_sum_t,
+                                                           grad_entropy_t, grad_maximum_t, a.query, a.key, a.bias, lse,
+                                                           grad_column_sum, grad_entropy, grad_maximum);
+  if (node) save_all(node, lse, argmax, grad_column_sum, grad_entropy, grad_maximum);
+  auto [query, key, bias, grad_lse] = below_autograd([&] {
     return summaries_double_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, argmax, grad_column_sum,
                                                   grad_entropy, grad_maximum, query_t, key_t, bias_t, lse_t,
                                                   grad_column_sum_t, grad_entropy_t, grad_maximum_t, needed);
-  };
-  return last_derivative("_attention_summaries_double_backward", call, a.query, a.key, a.bias, lse, grad_column_sum,
-                         grad_entropy, grad_maximum, query_t, key_t, bias_t, lse_t, grad_column_sum_t, grad_entropy_t,
-                         grad_maximum_t);
+  });
+  if (node) {
+    attach(node, {query, key, bias, grad_lse});
+    announce(node);
+  }
+  return {query, key, bias, grad_lse};
 }
 
 TORCH_LIBRARY_IMPL(attention_ops, Autograd, m) {

@@ -1,5 +1,6 @@
 // What the nodes of every attention primitive have in common: the shared arguments, saved and restored.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <string>
 
@@ -90,9 +91,10 @@ struct AttentionFormula {
   };
 };
 
+// Inputs past `grads` have none.
 inline variable_list keep(std::initializer_list<Tensor> grads, const std::vector<bool>& needed) {
   variable_list result(needed.size());
-  for (size_t i = 0; i < needed.size(); ++i)
+  for (size_t i = 0; i < grads.size(); ++i)
     if (needed[i]) result[i] = grads.begin()[i];
   return result;
 }
@@ -154,29 +156,11 @@ void refuse_tangents(const char* op, const Inputs&... inputs) {
   if (any_has_tangent(inputs...)) refuse(op, "no tangents (it gives those of forward mode), got some");
 }
 
-// Stands in the graph where a derivative is missing, and says so when it is asked for.
-struct MissingFormula {
-  static constexpr auto name = "AttentionOpsMissingDerivative";
-  std::string op;
-
-  static void visit(auto& self, auto&& f) { f(self.op); }
-  variable_list operator()(const variable_list&, const variable_list&, const std::vector<bool>&) const {
+// An operator that gives second derivatives is linear in its tangents, which come first among the inputs of its node; a
+// gradient of the others would be a third derivative.
+inline void refuse_third_derivatives(const char* op, const std::vector<bool>& needed, size_t tangents) {
+  if (std::find(needed.begin() + tangents, needed.end(), true) != needed.end())
     refuse(op, "derivatives up to the second, got a third");
-  }
-};
-
-// Calls an operator that gives second derivatives and has none itself.
-template <class Call, class... Inputs>
-auto last_derivative(const char* op, Call&& call, const Inputs&... inputs) {
-  refuse_tangents(op, inputs...);
-  auto results = below_autograd(call);
-  if (!any_requires_grad(inputs...)) return results;
-  const auto node = make_node<FormulaNode<MissingFormula>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
-  node->formula.op = op;
-  std::apply([&](const auto&... x) { attach(node, {x...}); }, results);
-  announce(node);
-  return results;
 }
 
 }  // namespace attention_ops
