@@ -66,5 +66,6 @@ def test_meanflow(tmp_path: pathlib.Path) -> None:
 def test_the_readme() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert blocks
+    names = {}  # a block goes on where the one before it ended
     for block in blocks:
-        exec(block, {})
+        exec(block, names)
