@@ -52,7 +52,7 @@ def test_entropy_has_a_gradient_beside_the_lowest_number(dtype):
         torch.testing.assert_close(grad, torch.zeros_like(grad))
 
 
-@pytest.mark.parametrize("far", [30.0, -300.0, 3000.0])
+@pytest.mark.parametrize("far", [30.0, -300.0])
 @pytest.mark.parametrize("width", [8, 64, 256])
 def test_a_far_bias_rounds_a_score_once(width, far):
     """Not every term of its product: as the bias is turned to log2 units, added, and compared with the largest."""
