@@ -210,9 +210,10 @@ class AttentionSummaries {
       });
     }
     const Index first = (site.b * p_.heads + site.h) * p_.queries + panel.first;
+    const Vec<T>* maximum = along_ ? rows.best_dot : rows.best;
     for (int q = 0; q < panel.count; ++q) {
       result_.entropy[first + q] = rows.entropy[q / kStep][q % kStep] * -kLn2<T>;
-      result_.maximum[first + q] = (along_ ? rows.best_dot : rows.best)[q / kStep][q % kStep];
+      result_.maximum[first + q] = maximum[q / kStep][q % kStep];
       if (result_.argmax) result_.argmax[first + q] = rows.place[q / kStep][q % kStep];
     }
   }
