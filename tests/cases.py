@@ -264,6 +264,12 @@ def strided(sizes: tuple[int, ...] | list[int], dtype: torch.dtype, strides: str
     return view.copy_(torch.randn(sizes))
 
 
+def small_inputs() -> dict[str, Tensor]:
+    """Every differentiable input, of a size for numerical derivatives."""
+    sizes = {"query": (2, 2, 3, 3), "key": (2, 1, 5, 3), "value": (2, 1, 5, 2), "bias": (1, 2, 3, 5), "sinks": (2,)}
+    return {name: torch.randn(size, dtype=torch.float64) for name, size in sizes.items()}
+
+
 def rows_summed(case: Case, name: str, grad: Tensor) -> float:
     """Over how many rows of scores each place of a bias's or a sink's gradient is summed; a row whose terms dropout has
     scaled up counts for more."""

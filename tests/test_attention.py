@@ -103,14 +103,9 @@ def test_long(dtype):
     check(cases.Case(cases.Shape(2, 2, 1, 1, 3000, 32, 32), sinks=True, dtype=dtype))
 
 
-def small_inputs() -> dict[str, Tensor]:
-    sizes = {"query": (2, 2, 3, 3), "key": (2, 1, 5, 3), "value": (2, 1, 5, 2), "bias": (1, 2, 3, 5), "sinks": (2,)}
-    return {name: torch.randn(size, dtype=torch.float64) for name, size in sizes.items()}
-
-
 @pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
 def test_gradcheck_of_every_subset(subset):
-    tensors = small_inputs()
+    tensors = cases.small_inputs()
     for name in subset:
         tensors[name].requires_grad_()
     seed = torch.tensor([3])
@@ -131,7 +126,7 @@ def test_gradcheck_of_every_subset(subset):
 @pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
 def test_each_gradient_iff_needed(subset):
     """The gradient of a subset is the one found when all are asked for, and the others get none."""
-    tensors = small_inputs()
+    tensors = cases.small_inputs()
     whole = {name: t.clone().requires_grad_() for name, t in tensors.items()}
     attention_ops.attention(**whole, mask="causal").sum().backward()
     for name in subset:
@@ -144,7 +139,7 @@ def test_each_gradient_iff_needed(subset):
 
 @pytest.mark.parametrize("axes", list(itertools.product((False, True), repeat=4)), ids=str)
 def test_bias_of_every_broadcast_shape(axes):
-    tensors = small_inputs()
+    tensors = cases.small_inputs()
     sizes = [1 if one else size for one, size in zip(axes, (2, 2, 3, 5), strict=True)]
     tensors["bias"] = torch.randn(sizes, dtype=torch.float64)
     inputs = cases.Inputs({name: t.requires_grad_() for name, t in tensors.items()}, {"mask": masks.causal()})

@@ -116,14 +116,9 @@ def test_empty(shape):
     check(case, attention_ops.attention_summaries, reference.attention_summaries, without=("value",))
 
 
-def small_inputs() -> dict[str, Tensor]:
-    sizes = {"query": (2, 2, 3, 3), "key": (2, 1, 5, 3), "value": (2, 1, 5, 2), "bias": (1, 2, 3, 5), "sinks": (2,)}
-    return {name: torch.randn(size, dtype=torch.float64) for name, size in sizes.items()}
-
-
 @pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
 def test_gradgradcheck_of_every_subset(subset):
-    tensors = small_inputs()
+    tensors = cases.small_inputs()
     for name in subset:
         tensors[name].requires_grad_()
     options = {"mask": "causal", "softcap": 1.5, "dropout_p": 0.25, "seed": torch.tensor([3]), "return_lse": True}
@@ -139,7 +134,7 @@ def test_gradgradcheck_of_every_subset(subset):
 @pytest.mark.parametrize("name", ["attention_weights", "attention_summaries"])
 @pytest.mark.parametrize("subset", [s for s in SUBSETS if "value" not in s], ids="-".join)
 def test_gradgradcheck_of_weights(subset, name):
-    tensors = {n: t for n, t in small_inputs().items() if n != "value"}
+    tensors = {n: t for n, t in cases.small_inputs().items() if n != "value"}
     for n in subset:
         tensors[n].requires_grad_()
 
@@ -225,7 +220,7 @@ def test_vmap_of_transforms_equals_a_loop(name):
 
 
 def test_vmap_over_tangents_of_bias_and_sinks():
-    tensors = small_inputs()
+    tensors = cases.small_inputs()
     for name in ("bias", "sinks"):
         rest = {n: t for n, t in tensors.items() if n != name}
 
