@@ -46,6 +46,9 @@ def attention(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     return_lse: bool = False,
+    distance_bias: Tensor | None = None,
+    relative_key: Tensor | None = None,
+    relative_value: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, forward and backward in memory linear in the lengths.
 
@@ -53,7 +56,11 @@ def attention(
         lse_i = log(sum_j exp(s_ij) + exp(sink))
         out_i = sum_j dropout(exp(s_ij - lse_i)) v_j
 
-    A row that sees no key gives 0, with lse -inf (the sink's value if there is one) and gradients 0.
+    A row that sees no key gives 0, with lse -inf (the sink's value if there is one) and gradients 0. With what depends
+    on the distance alone, at entry n = j - i + Lq - 1 (see `attention_ops.position`), the formula becomes
+
+        s_ij = softcap(scale q_i . (k_j + relative_key_n)) + bias_ij + distance_bias_n
+        out_i = sum_j dropout(exp(s_ij - lse_i)) (v_j + relative_value_n)
 
     Args:
         query: [B, H, Lq, D]; also [Lq, D], [H, Lq, D] and more leading dimensions, which broadcast as in matmul.
@@ -69,6 +76,9 @@ def attention(
             Applied whenever it is not 0: pass 0 in evaluation.
         seed: int64 [1], or [B, 2] with a seed and a batch number in each row; drawn from torch's generator if None.
         return_lse: whether to return lse [B, H, Lq] too (float32 for half types); it is differentiable.
+        distance_bias: [B|1, H|1, Lq + Lk - 1], of query's type or float32; -inf masks its distance.
+        relative_key: [B|1, H|1, Lq + Lk - 1, D], of query's type or float32.
+        relative_value: [B|1, H|1, Lq + Lk - 1, Dv], of query's type or float32.
 
     Returns:
         out [B, H, Lq, Dv] in query's type, or (out, lse).
@@ -86,7 +96,8 @@ def attention(
     FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
     _check_tensors("attention", query=query, key=key, value=value)
-    data, options = _given("attention", bias, mask, sinks, scale, softcap)
+    by_distance = {"distance_bias": distance_bias, "relative_key": relative_key, "relative_value": relative_value}
+    data, options = _given("attention", mask, scale, softcap, bias=bias, sinks=sinks, **by_distance)
     if dropout_p != 0:
         options["dropout_p"] = dropout_p
         if seed is None and _is_dtensor(query):  # each device would draw its own
@@ -110,6 +121,8 @@ def attention_weights(
     heads: Tensor | None = None,
     rows: Tensor | None = None,
     average: bool = False,
+    distance_bias: Tensor | None = None,
+    relative_key: Tensor | None = None,
 ) -> Tensor:
     """The attention weights themselves, before dropout, of all or of chosen heads and rows.
 
@@ -118,7 +131,7 @@ def attention_weights(
     Rows sum to 1; to less with a sink, which takes its share, and to 0 where no key is visible.
 
     Args:
-        query, key, bias, mask, sinks, scale, softcap: as in `attention`.
+        query, key, bias, mask, sinks, scale, softcap, distance_bias, relative_key: as in `attention`.
         heads: int64 [n], the heads to return, in this order; all if None.
         rows: int64 [n], the queries to return, in this order; all if None.
         average: whether to return the mean over those heads.
@@ -138,7 +151,8 @@ def attention_weights(
     """
     selection = {name: x for name, x in (("heads", heads), ("rows", rows)) if x is not None}
     _check_tensors("attention_weights", query=query, key=key, **selection)
-    data, options = _given("attention_weights", bias, mask, sinks, scale, softcap)
+    by_distance = {"distance_bias": distance_bias, "relative_key": relative_key}
+    data, options = _given("attention_weights", mask, scale, softcap, bias=bias, sinks=sinks, **by_distance)
     return OPERATORS.attention_weights(query, key, data, **options, **selection, average=average)
 
 
@@ -159,13 +173,15 @@ def attention_summaries(
     sinks: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    relative_key: Tensor | None = None,
 ) -> Summaries:
     """Where attention goes and how sharp it is, without the matrix of weights in memory.
 
         column_sum_j = sum_i w_ij        entropy_i = -sum_j w_ij log w_ij        maximum_i = max_j w_ij
 
     Args:
-        query, key, bias, mask, sinks, scale, softcap: as in `attention`.
+        query, key, bias, mask, sinks, scale, softcap, distance_bias, relative_key: as in `attention`.
 
     Returns:
         column_sum [B, H, Lk] (coverage), entropy [B, H, Lq] in nats, maximum [B, H, Lq]; in lse's type,
@@ -181,7 +197,8 @@ def attention_summaries(
     Coverage: Tu et al., Modeling Coverage for Neural Machine Translation, 2016, https://arxiv.org/abs/1601.04811.
     """
     _check_tensors("attention_summaries", query=query, key=key)
-    data, options = _given("attention_summaries", bias, mask, sinks, scale, softcap)
+    by_distance = {"distance_bias": distance_bias, "relative_key": relative_key}
+    data, options = _given("attention_summaries", mask, scale, softcap, bias=bias, sinks=sinks, **by_distance)
     return Summaries(*OPERATORS.attention_summaries(query, key, data, **options))
 
 
@@ -285,20 +302,16 @@ def _check_tensors(operator: str, **arguments: object) -> None:
 
 
 def _given(
-    operator: str, bias: Tensor | None, mask: MaskLike, sinks: Tensor | None, scale: float | None, softcap: float | None
+    operator: str, mask: MaskLike, scale: float | None, softcap: float | None, **tensors: Tensor | None
 ) -> tuple[list[Tensor], dict[str, object]]:
     """The tensors of the mask, and those of the other shared options that are not None. The dispatcher works on every
     argument that it gets: in a small call each one left to its default is time saved."""
     data: list[Tensor] = []
-    options: dict[str, object] = {}
-    if bias is not None:
-        _check_tensors(operator, bias=bias)
-        options["bias"] = bias
+    options: dict[str, object] = {name: x for name, x in tensors.items() if x is not None}
+    if options:
+        _check_tensors(operator, **options)
     if mask is not None:
         options["mask"], data = _spec_and_data(operator, mask)
-    if sinks is not None:
-        _check_tensors(operator, sinks=sinks)
-        options["sinks"] = sinks
     if scale is not None:
         options["scale"] = scale
     if softcap is not None:

@@ -1,7 +1,9 @@
 """Every operator from its formula, in plain torch: slow, of any type, differentiable to any order.
 
-s = softcap(scale q k') + bias, masked        lse = log(sum_j exp s + exp sink)
-w = exp(s - lse)                              out = (dropout(w)) v
+s = softcap(scale q (k + a)') + bias + r, masked        lse = log(sum_j exp s + exp sink)
+w = exp(s - lse)                                        out = (dropout(w)) (v + b)
+
+with r, a and b by distance, entry j - i + Lq - 1 of distance_bias, relative_key and relative_value.
 """
 
 import math
@@ -9,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import masks, rotary
+from . import masks, position, rotary
 
 __all__ = ["attention", "attention_summaries", "attention_weights", "dropout_mask", "philox", "rope"]
 
@@ -29,6 +31,9 @@ def attention(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     return_lse: bool = False,
+    distance_bias: Tensor | None = None,
+    relative_key: Tensor | None = None,
+    relative_value: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention on [B, H, L, D] by its formula; the arguments are those of `attention_ops.attention`.
 
@@ -36,9 +41,10 @@ def attention(
     >>> attention(one, one, one).shape
     torch.Size([1, 1, 2, 4])
     """
-    visible = _visible(query, key, bias, mask)
+    visible = _visible(query, key, bias, distance_bias, mask)
     query, key, value = _without_masked_rows(visible, query, key, value)
-    weights, lse = _weights_and_lse(query, key, visible, bias, sinks, scale, softcap)
+    relative = _relative(query, relative_key, visible)
+    weights, lse = _weights_and_lse(query, key, visible, relative, bias, distance_bias, sinks, scale, softcap)
     if dropout_p > 0:
         if seed is None:
             raise ValueError("reference.attention: expected seed with dropout, got None")
@@ -46,6 +52,8 @@ def attention(
         share = 1 - _dropped_of_65536(dropout_p) / 65536  # of the weights, on average, is kept
         weights = weights * kept / share if share > 0 else weights * 0
     out = weights.to(value.dtype) @ _repeat(value, query.shape[1])
+    if relative_value is not None:
+        out = out + torch.einsum("bhij,bhijd->bhid", weights.to(value.dtype), _by_distance(relative_value, visible))
     return (out, lse) if return_lse else out
 
 
@@ -61,15 +69,18 @@ def attention_weights(
     heads: Tensor | None = None,
     rows: Tensor | None = None,
     average: bool = False,
+    distance_bias: Tensor | None = None,
+    relative_key: Tensor | None = None,
 ) -> Tensor:
     """The weights [B, H, Lq, Lk] of some heads and rows, or their mean over the heads [B, Lq, Lk].
 
     >>> attention_weights(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4)).tolist()
     [[[[0.5, 0.5]]]]
     """
-    visible = _visible(query, key, bias, mask)
+    visible = _visible(query, key, bias, distance_bias, mask)
     query, key, _ = _without_masked_rows(visible, query, key, key)
-    weights, _ = _weights_and_lse(query, key, visible, bias, sinks, scale, softcap)
+    relative = _relative(query, relative_key, visible)
+    weights, _ = _weights_and_lse(query, key, visible, relative, bias, distance_bias, sinks, scale, softcap)
     weights = weights if heads is None else weights.index_select(1, heads)
     weights = weights if rows is None else weights.index_select(2, rows)
     return (weights.mean(1) if average else weights).to(query.dtype)
@@ -84,15 +95,17 @@ def attention_summaries(
     sinks: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    relative_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the weights sum to in each column, and the entropy and the maximum of each row.
 
     >>> attention_summaries(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4))[0].tolist()
     [[[0.5, 0.5]]]
     """
-    weights = attention_weights(
-        query, key, bias=bias, mask=mask, sinks=sinks, scale=scale, softcap=softcap
-    )  # [B, H, Lq, Lk]
+    options = {"bias": bias, "mask": mask, "sinks": sinks, "scale": scale, "softcap": softcap}
+    by_distance = {"distance_bias": distance_bias, "relative_key": relative_key}
+    weights = attention_weights(query, key, **options, **by_distance)  # [B, H, Lq, Lk]
     entropy = -(weights * torch.where(weights > 0, weights, 1).log()).sum(-1)
     if weights.shape[-1] == 0:
         return weights.sum(-2), entropy, weights.sum(-1)
@@ -180,7 +193,24 @@ def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def _visible(query: Tensor, key: Tensor, bias: Tensor | None, mask: MaskLike) -> Tensor:
+def _by_distance(rows: Tensor, visible: Tensor) -> Tensor:
+    """[B, H, Lq, Lk, width] of a table [B|1, H|1, Lq + Lk - 1, width]; 0 where a pair is masked."""
+    queries, keys = visible.shape[-2:]
+    rows = rows[(None,) * (4 - rows.dim())]
+    pairs = position.expand(rows.mT, queries, keys).movedim(2, -1)  # [B|1, H|1, Lq, Lk, width]
+    return torch.where(visible[..., None], pairs, 0)
+
+
+def _relative(query: Tensor, relative_key: Tensor | None, visible: Tensor) -> Tensor | float:
+    """q a' [B, H, Lq, Lk]"""
+    if relative_key is None:
+        return 0.0
+    return torch.einsum("bhid,bhijd->bhij", query, _by_distance(relative_key, visible))
+
+
+def _visible(
+    query: Tensor, key: Tensor, bias: Tensor | None, distance_bias: Tensor | None, mask: MaskLike
+) -> Tensor:
     batch, heads, queries, keys = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     if mask is None or (isinstance(mask, str) and not mask.strip()):
         visible = torch.ones(batch, heads, queries, keys, dtype=torch.bool, device=query.device)
@@ -189,6 +219,8 @@ def _visible(query: Tensor, key: Tensor, bias: Tensor | None, mask: MaskLike) ->
         visible = mask.predicate(masks.Places(batch, heads, queries, keys, query.device))
     if bias is not None:
         visible = visible & (bias.detach() != -math.inf)
+    if distance_bias is not None:
+        visible = visible & (position.expand(distance_bias.detach(), queries, keys) != -math.inf)
     return visible.expand(batch, heads, queries, keys)
 
 
@@ -204,15 +236,20 @@ def _weights_and_lse(
     query: Tensor,
     key: Tensor,
     visible: Tensor,
+    relative: Tensor | float,
     bias: Tensor | None,
+    distance_bias: Tensor | None,
     sinks: Tensor | None,
     scale: float | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     scale = (1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0) if scale is None else scale
-    scores = scale * (query @ _repeat(key, query.shape[1]).mT)  # [B, H, Lq, Lk]
+    scores = scale * (query @ _repeat(key, query.shape[1]).mT + relative)  # [B, H, Lq, Lk]
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores if bias is None else scores + torch.where(bias == -math.inf, 0, bias)
+    if distance_bias is not None:
+        by_distance = position.expand(distance_bias, *visible.shape[-2:])
+        scores = scores + torch.where(by_distance == -math.inf, 0, by_distance)
     sink = None if sinks is None else sinks[:, None].to(scores.dtype)  # [H, 1]
     shift = _maximum(torch.where(visible, scores.detach(), -math.inf), sink)  # [B, H, Lq]
     powers = torch.where(visible, torch.where(visible, scores - shift[..., None], 0).exp(), 0)

@@ -71,7 +71,7 @@ class Kernels:
 
     def workload(self) -> Workload:
         query, key, value, along = (torch.randn(1, 4, 2048, 64) for _ in range(4))
-        call = [query, key, value, None, None, [], "", 0.125, 0.0, 0.0, None]
+        call = [query, key, value, None, None, None, [], "", 0.125, 0.0, 0.0, None]
         out, lse = OPERATORS._attention_forward(*call)
         return Workload(
             self.name, lambda: self.second(call, out, lse, along), lambda: self.first(call, out, lse, along)
@@ -83,16 +83,16 @@ def forward_kernel(call: list, *_: Tensor) -> object:
 
 
 def jvp_kernel(call: list, out: Tensor, lse: Tensor, along: Tensor) -> object:
-    return OPERATORS._attention_jvp(*call, out, lse, along, along, along, None, None)
+    return OPERATORS._attention_jvp(*call, out, lse, along, along, along, None, None, None)
 
 
 def backward_kernel(call: list, out: Tensor, lse: Tensor, along: Tensor) -> object:
-    return OPERATORS._attention_backward(*call, out, lse, along, None, [True, True, True, False, False])
+    return OPERATORS._attention_backward(*call, out, lse, along, None, [True, True, True, False, False, False])
 
 
 def double_backward_kernel(call: list, out: Tensor, lse: Tensor, along: Tensor) -> object:
-    needed = [True, True, True, False, False, True, False]
-    tangents = (along, along, along, None, None, along, None)
+    needed = [True, True, True, False, False, False, True, False]
+    tangents = (along, along, along, None, None, None, along, None)
     return OPERATORS._attention_double_backward(*call, out, lse, along, None, *tangents, needed)
 
 

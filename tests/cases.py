@@ -113,12 +113,23 @@ BIASES: dict[str, tuple[str, torch.dtype | None, float] | None] = {
     "bias_sliced": ("BHqk+", None, 0),
 }
 
+# What depends on the distance alone: for each argument its batch and heads, its type, and the part that is -inf.
+DISTANCES: dict[str, dict[str, tuple[str, torch.dtype | None, float]]] = {
+    "no_distance": {},
+    "distance_bias": {"distance_bias": ("1H", torch.float32, 0)},
+    "distance_bias_inf": {"distance_bias": ("BH", None, 0.2)},
+    "relative_key": {"relative_key": ("11", None, 0)},
+    "relative_value": {"relative_value": ("B1", torch.float32, 0)},
+    "relative": {"distance_bias": ("1H", None, 0), "relative_key": ("1H", None, 0), "relative_value": ("11", None, 0)},
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     shape: Shape
     mask: str = "no_mask"
     bias: str = "no_bias"
+    distance: str = "no_distance"
     sinks: bool = False
     softcap: float | None = None
     scale: float | None = None
@@ -127,7 +138,7 @@ class Case:
     strides: str = "contiguous"
 
     def __str__(self) -> str:
-        words = [str(self.shape), self.mask, self.bias, str(self.dtype).removeprefix("torch."), self.strides]
+        words = [str(self.shape), self.mask, self.bias, self.distance, str(self.dtype).removeprefix("torch."), self.strides]
         words += ["sinks"] * self.sinks + [f"cap{self.softcap}"] * (self.softcap is not None)
         words += [f"scale{self.scale}"] * (self.scale is not None) + [f"drop{self.dropout_p}"] * (self.dropout_p > 0)
         return "-".join(words)
@@ -141,6 +152,7 @@ AXES = {
     "shape": SHAPES,
     "mask": list(MASKS),
     "bias": list(BIASES),
+    "distance": list(DISTANCES),
     "sinks": [False, True],
     "softcap": [None, 2.5],
     "scale": [None, 0.0, -0.7],
@@ -225,6 +237,7 @@ def make(case: Case) -> Inputs:
     }
     if (bias := make_bias(case)) is not None:
         tensors["bias"] = bias
+    tensors |= make_distances(case)
     if case.sinks:
         tensors["sinks"] = torch.randn(shape.heads, dtype=case.dtype)
     options: dict[str, object] = {"scale": case.scale, "softcap": case.softcap}
@@ -244,6 +257,19 @@ def make_bias(case: Case) -> Tensor | None:
     sizes = [sizes[axis] for axis in axes.rstrip("+")]
     bias = strided(sizes, dtype, "sliced" if axes.endswith("+") else "contiguous")
     return torch.where(torch.rand(sizes) < infinite, -torch.inf, bias) if infinite else bias
+
+
+def make_distances(case: Case) -> dict[str, Tensor]:
+    shape, made = case.shape, {}
+    entries = shape.queries + shape.keys - 1 if shape.queries and shape.keys else 0
+    for name, (axes, dtype, infinite) in DISTANCES[case.distance].items():
+        width = {"distance_bias": 1, "relative_key": shape.width, "relative_value": shape.value_width}[name]
+        sizes = [{"B": shape.batch, "H": shape.heads, "1": 1}[axis] for axis in axes] + [entries, width]
+        dtype = case.dtype if dtype is None or case.dtype == torch.float64 else dtype
+        x = strided(sizes, dtype, case.strides)
+        x = torch.where(torch.rand(sizes) < infinite, -torch.inf, x) if infinite else x
+        made[name] = x[..., 0] if name == "distance_bias" else x
+    return made
 
 
 def strided(sizes: tuple[int, ...] | list[int], dtype: torch.dtype, strides: str) -> Tensor:
@@ -274,9 +300,11 @@ def rows_summed(case: Case, name: str, grad: Tensor) -> float:
     """Over how many rows of scores each place of a bias's or a sink's gradient is summed; a row whose terms dropout has
     scaled up counts for more."""
     rows = case.shape.batch * case.shape.heads * case.shape.queries
-    kept = {"bias": grad.shape[:3], "sinks": grad.shape}.get(name)
+    by_distance = grad.shape[:2] if name.startswith(("distance", "relative")) else None
+    kept = {"bias": grad.shape[:3], "sinks": grad.shape}.get(name, by_distance)
     return (1 if kept is None else rows / max(1, kept.numel())) / (1 - case.dropout_p) ** 2
 
 
+OF_VALUES = ("value", "relative_value")  # inputs that weights do not depend on
 CASES = list(pairwise())
 COMPACT = CASES[:: max(1, len(CASES) // 40)]

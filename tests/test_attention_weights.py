@@ -18,7 +18,7 @@ NO_DROPOUT = [case for case in cases.CASES if not case.dropout_p]
 
 def run(function: Callable, inputs: cases.Inputs, grads: list[Tensor], **more: object) -> tuple[tuple, tuple]:
     """The results of one call, and the gradients of its inputs."""
-    tensors = {name: t for name, t in inputs.tensors.items() if name != "value"}
+    tensors = {name: t for name, t in inputs.tensors.items() if name not in cases.OF_VALUES}
     results = function(**tensors, **inputs.options, **more)
     results = (results,) if isinstance(results, Tensor) else tuple(results)
     grads = [grad.to(result.dtype).reshape(result.shape) for grad, result in zip(grads, results, strict=True)]
@@ -37,7 +37,8 @@ def check(case: cases.Case, ours: Callable, formula: Callable, grads: list[Tenso
         assert_close(*three, OUTPUT, name)
     for (name, ours_g), (_, plain_g), (_, exact_g) in zip(found, plain_grads, exact_grads, strict=True):
         assert ours_g.dtype == inputs.tensors[name].dtype
-        rows = cases.rows_summed(case, name, ours_g) * 4  # the sum of two parts, through w and through lse
+        # Of each result the sum of two parts, through w and through lse.
+        rows = cases.rows_summed(case, name, ours_g) * 4 * len(results)
         assert_close(ours_g, plain_g, exact_g, GRADIENT, name, rows)
 
 

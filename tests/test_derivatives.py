@@ -87,7 +87,7 @@ def test_compact(case):
 
 @pytest.mark.parametrize("case", NO_DROPOUT[::2], ids=str)
 def test_weights(case):
-    check(case, attention_ops.attention_weights, reference.attention_weights, without=("value",))
+    check(case, attention_ops.attention_weights, reference.attention_weights, without=cases.OF_VALUES)
 
 
 @pytest.mark.parametrize("case", NO_DROPOUT[1::4], ids=str)
@@ -95,7 +95,7 @@ def test_weights_of_some_heads_and_rows(case):
     shape = case.shape
     more = {"heads": torch.randint(0, shape.heads, (3,)), "rows": torch.randint(0, shape.queries, (5,))}
     for average in (False, True):
-        check(case, attention_ops.attention_weights, reference.attention_weights, ("value",), average=average, **more)
+        check(case, attention_ops.attention_weights, reference.attention_weights, cases.OF_VALUES, average=average, **more)
 
 
 def no_ties(case: cases.Case) -> bool:
@@ -105,15 +105,15 @@ def no_ties(case: cases.Case) -> bool:
 
 @pytest.mark.parametrize("case", [c for c in NO_DROPOUT if no_ties(c)], ids=str)
 def test_summaries(case):
-    check(case, attention_ops.attention_summaries, reference.attention_summaries, without=("value",))
+    check(case, attention_ops.attention_summaries, reference.attention_summaries, without=cases.OF_VALUES)
 
 
 @pytest.mark.parametrize("shape", cases.EMPTY_SHAPES, ids=str)
 def test_empty(shape):
     case = cases.Case(shape, mask="causal", bias="bias", sinks=True)
     check(case, attention_ops.attention, reference.attention, return_lse=True)
-    check(case, attention_ops.attention_weights, reference.attention_weights, without=("value",))
-    check(case, attention_ops.attention_summaries, reference.attention_summaries, without=("value",))
+    check(case, attention_ops.attention_weights, reference.attention_weights, without=cases.OF_VALUES)
+    check(case, attention_ops.attention_summaries, reference.attention_summaries, without=cases.OF_VALUES)
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
@@ -247,7 +247,7 @@ def test_directions_are_those_of_reverse_mode_in_a_long_problem():
 @pytest.mark.parametrize("threads", [2, 3])
 def test_bits_are_equal_for_any_number_of_threads(threads):
     inputs = cases.make(
-        cases.Case(cases.Shape(2, 4, 2, 300, 260, 20, 33), "causal", "bias_keys", sinks=True, dropout_p=0.1)
+        cases.Case(cases.Shape(2, 4, 2, 300, 260, 20, 33), "causal", "bias_keys", "relative", sinks=True, dropout_p=0.1)
     )
     before, draw = torch.get_num_threads(), {}
     torch.set_num_threads(1)

@@ -40,6 +40,8 @@ CALLS = {
     "bias_number": "attention_ops.attention(q, k, v, bias=torch.randn(1, 1, 1, 1, requires_grad=True))",
     "bias_rows": "attention_ops.attention(q, k, v, bias=torch.randn(1, 1, L, 1, requires_grad=True), dropout_p=0.1, "
     "return_lse=True)",
+    "distance": "attention_ops.attention(q, k, v, distance_bias=torch.randn(1, 1, 2 * L - 1, requires_grad=True), **"
+    "{n: torch.randn(1, 1, 2 * L - 1, 16, requires_grad=True) for n in ('relative_key', 'relative_value')})",
     "summaries": "attention_ops.attention_summaries(q, k, mask='causal')",
     "weights": "attention_ops.attention_weights(q, k, rows=torch.tensor([7, L - 1]))",
 }
@@ -51,7 +53,7 @@ def test_peak(name):
     assert peak < LIMIT_MB, f"{peak:.0f} MiB"
 
 
-@pytest.mark.parametrize("name", ["causal", "padding", "bias_keys", "bias_rows", "summaries", "weights"])
+@pytest.mark.parametrize("name", ["causal", "padding", "bias_keys", "bias_rows", "distance", "summaries", "weights"])
 def test_peak_of_forward_mode_and_second_derivatives(name):
     """At 8192 tokens the scores would take 256 MiB."""
     peak = extra_memory(SECOND.format(call=CALLS[name]), 256, 8192)

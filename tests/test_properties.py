@@ -30,6 +30,7 @@ def random_cases(draw) -> cases.Case:
         shape=shape,
         mask=draw(st.sampled_from([m for m in cases.MASKS if shape.square or m not in cases.SQUARE_KINDS])),
         bias=draw(st.sampled_from(list(cases.BIASES))),
+        distance=draw(st.sampled_from(list(cases.DISTANCES))),
         sinks=draw(st.booleans()),
         softcap=draw(st.one_of(st.none(), st.floats(0.5, 50))),
         scale=draw(st.one_of(st.none(), st.floats(-1, 1))),
@@ -89,7 +90,7 @@ def test_masks(mask, queries, keys):
 def test_weights_sum_to_one_or_zero(case, seed):
     torch.manual_seed(seed)
     inputs = cases.make(case)
-    tensors = {name: inputs.tensors[name] for name in ("query", "key", "bias") if name in inputs.tensors}
+    tensors = {name: inputs.tensors[name] for name in inputs.tensors if name not in (*cases.OF_VALUES, "sinks")}
     options = {name: o for name, o in inputs.options.items() if name not in ("dropout_p", "seed")}
     sums = attention_ops.attention_weights(**tensors, **options).double().sum(-1)
     visible = reference.attention_weights(**tensors, **options).double().sum(-1) > 0.5
@@ -102,7 +103,7 @@ def test_weights_sum_to_one_or_zero(case, seed):
 def test_batches_and_heads_are_independent(case, seed):
     """A batch computed at once equals its samples computed alone, bit for bit."""
     torch.manual_seed(seed)
-    inputs = cases.make(cases.Case(case.shape, bias=case.bias, dtype=case.dtype, strides=case.strides))
+    inputs = cases.make(cases.Case(case.shape, bias=case.bias, distance=case.distance, dtype=case.dtype, strides=case.strides))
     tensors = {name: t.detach() for name, t in inputs.tensors.items()}
     out = attention_ops.attention(**tensors)
     for batch in range(case.shape.batch):

@@ -25,10 +25,11 @@ def shared(strides: str, rich: bool, requires_grad: bool, value_width: int = 3) 
     sizes = ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, value_width))
     query, key, value = (cases.strided(size, torch.float32, strides).requires_grad_(requires_grad) for size in sizes)
     bias = torch.randn(1, 4, 5, 1).requires_grad_(requires_grad) if rich else None
+    distance = torch.randn(2, 1, 11, 1 + 8 + value_width).requires_grad_(requires_grad) if rich else None
     sinks = torch.randn(4).requires_grad_(requires_grad) if rich else None
     data = [torch.tensor([7, 4]), torch.rand(2, 1, 5, 7) < 0.8] if rich else []
     dropout = (0.25, torch.tensor([5])) if rich and value_width else (0.0, None)
-    return [query, key, value, bias, sinks, data, "causal & padding | dense" if rich else "", 0.3, 1.5, *dropout]
+    return [query, key, value, bias, distance, sinks, data, "causal & padding | dense" if rich else "", 0.3, 1.5, *dropout]
 
 
 def plain(args: list) -> list:
@@ -42,12 +43,12 @@ def test_opcheck_attention(options):
     out, lse = OPS._attention_forward(*plain(args))
     rich, grad_out = options[1], torch.randn(2, 5, 4, 3).transpose(1, 2)
     for *grads, needed in (
-        (grad_out, None, [True, True, True, rich, rich]),
-        (None, torch.randn_like(lse), [False, True, False, rich, False]),
+        (grad_out, None, [True, True, True, rich, rich, rich]),
+        (None, torch.randn_like(lse), [False, True, False, rich, True, False]),
     ):
         backward = (*plain(args), out, lse, *grads)
         torch.library.opcheck(OPS._attention_backward.default, (*backward, needed))
-        tangents = [torch.randn_like(args[0]), None, torch.randn_like(args[2]), args[3], None]
+        tangents = [torch.randn_like(args[0]), None, torch.randn_like(args[2]), args[3], args[4], None]
         moved = [args[0].detach().requires_grad_(options[2]), *plain(args[1:])]
         torch.library.opcheck(OPS._attention_jvp.default, (*moved, out, lse, *plain(tangents)))
         double = (*backward, *plain(tangents), grads[0], None, [*needed, True, False])
@@ -58,15 +59,15 @@ def test_opcheck_attention(options):
 def test_opcheck_weights(options):
     average = options[0] == "transposed"
     args = shared(*options, value_width=0)
-    args[4] = None  # sinks act through lse
+    args[5] = None  # sinks act through lse
     lse = torch.randn(2, 4, 5).requires_grad_(options[2])
     chosen = (torch.tensor([0, 1, 2, 3]), torch.tensor([4, 0, 1, 2, 3])) if options[1] else (None, None)
     torch.library.opcheck(OPS._attention_weights.default, (*args, lse, *chosen, 5, average))
     grad = torch.randn(2, 5, 7) if average else torch.randn(2, 4, 5, 7)
-    needed = [True, True, options[1], True]
+    needed = [True, True, options[1], options[1], True]
     args = (*plain(args), lse.detach(), *chosen, 5, average)
     torch.library.opcheck(OPS._attention_weights_backward.default, (*args, grad, needed))
-    tangents = (torch.randn_like(args[0]), None, args[3], torch.randn_like(lse))
+    tangents = (torch.randn_like(args[0]), None, args[3], args[4], torch.randn_like(lse))
     torch.library.opcheck(OPS._attention_weights_jvp.default, (*args, *tangents))
     torch.library.opcheck(OPS._attention_weights_double_backward.default, (*args, grad, *tangents, grad, needed))
 
@@ -74,15 +75,15 @@ def test_opcheck_weights(options):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_opcheck_summaries(options):
     args = shared(*options, value_width=0)
-    args[4] = None
+    args[5] = None
     lse = torch.randn(2, 4, 5).requires_grad_(options[2])
     torch.library.opcheck(OPS._attention_summaries.default, (*args, lse))
     args, lse = plain(args), lse.detach()
     argmax = OPS._attention_summaries(*args, lse)[3]
     for grads in ((torch.randn(2, 4, 7), None, None), (None, torch.randn(2, 4, 5), torch.randn(2, 4, 5))):
-        needed = [True, True, options[1], True]
+        needed = [True, True, options[1], options[1], True]
         torch.library.opcheck(OPS._attention_summaries_backward.default, (*args, lse, argmax, *grads, needed))
-        tangents = (None, torch.randn_like(args[1]), args[3], None)
+        tangents = (None, torch.randn_like(args[1]), args[3], args[4], None)
         torch.library.opcheck(OPS._attention_summaries_jvp.default, (*args, lse, argmax, *tangents))
         double = (*args, lse, argmax, *grads, *tangents, *grads, needed)
         torch.library.opcheck(OPS._attention_summaries_double_backward.default, double)
@@ -96,10 +97,13 @@ def test_opcheck_dropout_mask(seed):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_opcheck_public_operators():
-    query, key, value, bias, sinks, data, mask = shared("contiguous", True, True)[:7]
-    torch.library.opcheck(OPS.attention.default, (query, key, value, data, mask, bias, sinks, 0.3, 1.5))
-    torch.library.opcheck(OPS.attention_weights.default, (query, key, data, mask, bias, sinks))
-    torch.library.opcheck(OPS.attention_summaries.default, (query, key, data, mask, bias, sinks))
+    query, key, value, bias, distance, sinks, data, mask = shared("contiguous", True, True)[:8]
+    tables = dict(zip(("distance_bias", "relative_key", "relative_value"), distance.split((1, 8, 3), -1), strict=True))
+    tables["distance_bias"] = tables["distance_bias"][..., 0]
+    torch.library.opcheck(OPS.attention.default, (query, key, value, data, mask, bias, sinks, 0.3, 1.5), tables)
+    del tables["relative_value"]
+    torch.library.opcheck(OPS.attention_weights.default, (query, key, data, mask, bias, sinks), tables)
+    torch.library.opcheck(OPS.attention_summaries.default, (query, key, data, mask, bias, sinks), tables)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -178,13 +182,13 @@ def test_masks_with_data_are_copied():
 
 @pytest.mark.parametrize("strides", cases.AXES["strides"])
 def test_meta_tensors_have_the_shapes_types_and_strides_of_real_ones(strides):
-    inputs = cases.make(cases.Case(cases.Shape(2, 4, 2, 5, 7, 8, 3), bias="bias", sinks=True, strides=strides))
+    inputs = cases.make(cases.Case(cases.Shape(2, 4, 2, 5, 7, 8, 3), bias="bias", distance="relative", sinks=True, strides=strides))
 
     def everything(device: str) -> list[Tensor]:
         tensors = {name: t.detach().to(device).requires_grad_() for name, t in inputs.tensors.items()}
         out, lse = attention_ops.attention(**tensors, return_lse=True)
         grads = torch.autograd.grad(out.sum() + lse.sum(), list(tensors.values()))
-        tensors.pop("value")
+        tensors = {name: t for name, t in tensors.items() if name not in cases.OF_VALUES}
         weights = attention_ops.attention_weights(**tensors)
         return [out, lse, *grads, weights, *attention_ops.attention_summaries(**tensors)]
 
@@ -205,11 +209,11 @@ def test_inference_mode_and_no_grad():
 
 def test_deterministic_algorithms():
     """The setting is accepted, changes no bit, and what it fills fresh memory with is never left."""
-    inputs = cases.make(cases.Case(cases.SHAPES[3], mask="padding", bias="bias_keys", sinks=True, dropout_p=0.3))
+    inputs = cases.make(cases.Case(cases.SHAPES[3], "padding", "bias_keys", "relative", sinks=True, dropout_p=0.3))
 
     def everything() -> list[Tensor]:
         out, lse = attention_ops.attention(**inputs.tensors, **inputs.options, return_lse=True)
-        given = {name: x for name, x in inputs.tensors.items() if name != "value"}
+        given = {name: x for name, x in inputs.tensors.items() if name not in cases.OF_VALUES}
         weights = attention_ops.attention_weights(**given, mask=inputs.options["mask"])
         summaries = attention_ops.attention_summaries(**given, mask=inputs.options["mask"])
         results = [out, lse.nan_to_num(neginf=0), weights, *summaries]

@@ -40,19 +40,20 @@ SHAPES = [
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize(
-    ("mask", "bias"),
+    ("mask", "bias", "distance"),
     [
-        ("no_mask", "bias_keys"),
-        ("causal", "bias_rows"),
-        ("causal", "bias_plane"),
-        ("padding", "bias_number"),
-        ("padding", "no_bias"),
+        ("no_mask", "bias_keys", "no_distance"),
+        ("causal", "bias_rows", "distance_bias"),
+        ("causal", "bias_plane", "no_distance"),
+        ("padding", "bias_number", "distance_bias_inf"),
+        ("padding", "no_bias", "no_distance"),
+        ("causal", "no_bias", "relative"),
     ],
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits_are_equal_for_any_number_of_threads(shape, mask, bias, threads):
+def test_bits_are_equal_for_any_number_of_threads(shape, mask, bias, distance, threads):
     dtype = torch.bfloat16 if mask == "padding" else torch.float32
-    inputs = cases.make(cases.Case(shape, mask=mask, bias=bias, sinks=True, dropout_p=0.1, dtype=dtype))
+    inputs = cases.make(cases.Case(shape, mask=mask, bias=bias, distance=distance, sinks=True, dropout_p=0.1, dtype=dtype))
     threads(1)
     wanted = everything(inputs)
     for count in (1, 2, 3, 2):
@@ -87,7 +88,7 @@ COUNT = """
     import os, torch, attention_ops
     torch.set_num_threads(1)
     x = torch.randn(2, 8, 512, 32)
-    out, lse = torch.ops.attention_ops._attention_forward(x, x, x, None, None, [], "", 0.2, 0.0, 0.0, None)
+    out, lse = torch.ops.attention_ops._attention_forward(x, x, x, None, None, None, [], "", 0.2, 0.0, 0.0, None)
     before = len(os.listdir("/proc/self/task"))
     torch.set_num_threads(2)
     {call}

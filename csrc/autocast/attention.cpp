@@ -1,5 +1,5 @@
 // Autocast: scores are computed in the type torch chose for the device, in the forward and wherever weights are shown,
-// so that they agree. Gradients see what the forward made. Bias and sinks may stay float32.
+// so that they agree. Gradients see what the forward made. Biases and sinks may stay float32.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -12,14 +12,21 @@ template <c10::DeviceType Device>
 struct Cast {
   const c10::impl::ExcludeDispatchKeyGuard below{at::autocast::get_autocast_dispatch_key_from_device_type(Device)};
   Tensor query, key, value;
-  OptionalTensor bias, sinks;
+  OptionalTensor bias, distance, sinks;
   const Attention& of;
 
   explicit Cast(const Attention& a)
-      : query(cast(a.query)), key(cast(a.key)), value(cast(a.value)), bias(cast(a.bias)), sinks(cast(a.sinks)), of(a) {}
+      : query(cast(a.query)),
+        key(cast(a.key)),
+        value(cast(a.value)),
+        bias(cast(a.bias)),
+        distance(cast(a.distance)),
+        sinks(cast(a.sinks)),
+        of(a) {}
 
   Attention view() const {
-    return {query, key, value, bias, sinks, of.mask_data, of.mask, of.scale, of.softcap, of.dropout_p, of.seed};
+    return {query,        key,     value,    bias,       distance,     sinks,
+            of.mask_data, of.mask, of.scale, of.softcap, of.dropout_p, of.seed};
   }
 
  private:

@@ -7,7 +7,7 @@
 namespace attention_ops {
 namespace {
 
-using Needed = std::array<bool, 4>;
+using Needed = std::array<bool, 5>;
 
 // What the nodes of weights have beside the shared arguments: extra tensors lse, heads, rows, and what a node adds.
 struct SelectionFormula : AttentionFormula {
@@ -23,10 +23,10 @@ struct WeightsFormula : SelectionFormula {
   variable_list operator()(const variable_list& grads, const variable_list& saved,
                            const std::vector<bool>& needed) const {
     const Restored r(saved, constants);
-    const auto [query, key, bias, lse] =
+    const auto [query, key, bias, distance, lse] =
         weights_backward().call(r.attention, r.extra[0], optional(r.extra[1]), optional(r.extra[2]), queries, average,
-                                grads[0], slice<4>(needed));
-    return keep({query, key, bias, lse}, needed);
+                                grads[0], slice<5>(needed));
+    return keep({query, key, bias, distance, lse}, needed);
   }
 };
 
@@ -39,14 +39,14 @@ struct WeightsDoubleFormula : SelectionFormula {
     const Restored r(saved, constants);
     const OptionalTensor heads = optional(r.extra[1]), rows = optional(r.extra[2]);
     const OptionalTensor query_t = optional(grads[0]), key_t = optional(grads[1]), bias_t = optional(grads[2]),
-                         lse_t = optional(grads[3]);
-    const auto [query, key, bias, lse] =
+                         distance_t = optional(grads[3]), lse_t = optional(grads[4]);
+    const auto [query, key, bias, distance, lse] =
         weights_double_backward().call(r.attention, r.extra[0], heads, rows, queries, average, r.extra[3], query_t,
-                                       key_t, bias_t, lse_t, {}, slice<4>(needed));
-    const Tensor weights_t = needed[4] ? weights_jvp().call(r.attention, r.extra[0], heads, rows, queries, average,
-                                                            query_t, key_t, bias_t, lse_t)
+                                       key_t, bias_t, distance_t, lse_t, {}, slice<5>(needed));
+    const Tensor weights_t = needed[5] ? weights_jvp().call(r.attention, r.extra[0], heads, rows, queries, average,
+                                                            query_t, key_t, bias_t, distance_t, lse_t)
                                        : Tensor();
-    return keep({query, key, bias, lse, weights_t}, needed);
+    return keep({query, key, bias, distance, lse, weights_t}, needed);
   }
 };
 
@@ -58,12 +58,12 @@ struct WeightsJvpFormula : SelectionFormula {
                            const std::vector<bool>& needed) const {
     const Restored r(saved, constants);
     const OptionalTensor heads = optional(r.extra[1]), rows = optional(r.extra[2]);
-    const auto [query, key, bias, lse] = weights_double_backward().call(
+    const auto [query, key, bias, distance, lse] = weights_double_backward().call(
         r.attention, r.extra[0], heads, rows, queries, average, grads[0], optional(r.extra[3]), optional(r.extra[4]),
-        optional(r.extra[5]), optional(r.extra[6]), {}, slice<4>(needed));
-    const auto [query_t, key_t, bias_t, lse_t] =
-        weights_backward().call(r.attention, r.extra[0], heads, rows, queries, average, grads[0], slice<4>(needed, 4));
-    return keep({query, key, bias, lse, query_t, key_t, bias_t, lse_t}, needed);
+        optional(r.extra[5]), optional(r.extra[6]), optional(r.extra[7]), {}, slice<5>(needed));
+    const auto [query_t, key_t, bias_t, distance_t, lse_t] =
+        weights_backward().call(r.attention, r.extra[0], heads, rows, queries, average, grads[0], slice<5>(needed, 5));
+    return keep({query, key, bias, distance, lse, query_t, key_t, bias_t, distance_t, lse_t}, needed);
   }
 };
 
@@ -73,7 +73,7 @@ struct WeightsDoubleBackwardFormula : SelectionFormula {
 
   variable_list operator()(const variable_list& grads, const variable_list& saved,
                            const std::vector<bool>& needed) const {
-    refuse_third_derivatives("_attention_weights_double_backward", needed, 5);
+    refuse_third_derivatives("_attention_weights_double_backward", needed, 6);
     return WeightsDoubleFormula{*this}(grads, saved, needed);
   }
 };
@@ -86,54 +86,57 @@ void save_selection(const Node& node, const c10::SymInt& queries, bool average, 
 
 Tensor weights_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries,
                         bool average) {
-  const auto node = record<WeightsFormula>(a, a.query, a.key, a.bias, lse);
+  const auto node = record<WeightsFormula>(a, a.query, a.key, a.bias, a.distance, lse);
   if (node) save_selection(node, queries, average, lse, heads, rows);
   Tensor w = below_autograd(
       [&] { return weights().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries, average); });
   if (node) attach(node, {w});
-  if (any_has_tangent(a.query, a.key, a.bias, lse)) {
+  if (any_has_tangent(a.query, a.key, a.bias, a.distance, lse)) {
     const Primals p(a);
     set_tangents({w}, {weights_jvp().call(p.view(), primal(lse), heads, rows, queries, average, tangent(a.query),
-                                          tangent(a.key), tangent(a.bias), tangent(lse))});
+                                          tangent(a.key), tangent(a.bias), tangent(a.distance), tangent(lse))});
   }
   if (node) announce(node);
   return w;
 }
 
-Four weights_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows,
+Five weights_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows,
                                c10::SymInt queries, bool average, In grad_weights, Needed needed) {
-  const auto node = record<WeightsDoubleFormula>(a, a.query, a.key, a.bias, lse, grad_weights);
+  const auto node = record<WeightsDoubleFormula>(a, a.query, a.key, a.bias, a.distance, lse, grad_weights);
   if (node) {
     save_selection(node, queries, average, lse, heads, rows);
     node->save(grad_weights);
   }
-  auto [query, key, bias, grad_lse] = below_autograd([&] {
+  auto [query, key, bias, distance, grad_lse] = below_autograd([&] {
     return weights_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries, average,
                                          grad_weights, needed);
   });
-  if (node) attach(node, {query, key, bias, grad_lse});
-  if (any_has_tangent(a.query, a.key, a.bias, lse, grad_weights)) {
+  if (node) attach(node, {query, key, bias, distance, grad_lse});
+  if (any_has_tangent(a.query, a.key, a.bias, a.distance, lse, grad_weights)) {
     const Primals p(a);
-    const auto [query_t, key_t, bias_t, lse_t] = weights_double_backward().call(
+    const auto [query_t, key_t, bias_t, distance_t, lse_t] = weights_double_backward().call(
         p.view(), primal(lse), heads, rows, queries, average, primal(grad_weights), tangent(a.query), tangent(a.key),
-        tangent(a.bias), tangent(lse), tangent(grad_weights), needed);
-    set_tangents({query, key, bias, grad_lse}, {query_t, key_t, bias_t, lse_t});
+        tangent(a.bias), tangent(a.distance), tangent(lse), tangent(grad_weights), needed);
+    set_tangents({query, key, bias, distance, grad_lse}, {query_t, key_t, bias_t, distance_t, lse_t});
   }
   if (node) announce(node);
-  return {query, key, bias, grad_lse};
+  return {query, key, bias, distance, grad_lse};
 }
 
 Tensor weights_jvp_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows,
-                            c10::SymInt queries, bool average, Opt query_t, Opt key_t, Opt bias_t, Opt lse_t) {
-  refuse_tangents("_attention_weights_jvp", a.query, a.key, a.bias, lse, query_t, key_t, bias_t, lse_t);
-  const auto node = record<WeightsJvpFormula>(a, a.query, a.key, a.bias, lse, query_t, key_t, bias_t, lse_t);
+                            c10::SymInt queries, bool average, Opt query_t, Opt key_t, Opt bias_t, Opt distance_t,
+                            Opt lse_t) {
+  refuse_tangents("_attention_weights_jvp", a.query, a.key, a.bias, a.distance, lse, query_t, key_t, bias_t, distance_t,
+                  lse_t);
+  const auto node =
+      record<WeightsJvpFormula>(a, a.query, a.key, a.bias, a.distance, lse, query_t, key_t, bias_t, distance_t, lse_t);
   if (node) {
     save_selection(node, queries, average, lse, heads, rows);
-    save_all(node, query_t, key_t, bias_t, lse_t);
+    save_all(node, query_t, key_t, bias_t, distance_t, lse_t);
   }
   Tensor weights_t = below_autograd([&] {
     return weights_jvp().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries, average, query_t,
-                                    key_t, bias_t, lse_t);
+                                    key_t, bias_t, distance_t, lse_t);
   });
   if (node) {
     attach(node, {weights_t});
@@ -142,27 +145,27 @@ Tensor weights_jvp_autograd(c10::DispatchKeySet keys, const Attention& a, In lse
   return weights_t;
 }
 
-Four weights_double_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows,
+Five weights_double_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows,
                                       c10::SymInt queries, bool average, In grad_weights, Opt query_t, Opt key_t,
-                                      Opt bias_t, Opt lse_t, Opt grad_weights_t, Needed needed) {
-  refuse_tangents("_attention_weights_double_backward", a.query, a.key, a.bias, lse, grad_weights, query_t, key_t,
-                  bias_t, lse_t, grad_weights_t);
-  const auto node = record<WeightsDoubleBackwardFormula>(a, query_t, key_t, bias_t, lse_t, grad_weights_t, a.query,
-                                                         a.key, a.bias, lse, grad_weights);
+                                      Opt bias_t, Opt distance_t, Opt lse_t, Opt grad_weights_t, Needed needed) {
+  refuse_tangents("_attention_weights_double_backward", a.query, a.key, a.bias, a.distance, lse, grad_weights, query_t,
+                  key_t, bias_t, distance_t, lse_t, grad_weights_t);
+  const auto node = record<WeightsDoubleBackwardFormula>(a, query_t, key_t, bias_t, distance_t, lse_t, grad_weights_t,
+                                                         a.query, a.key, a.bias, a.distance, lse, grad_weights);
   if (node) {
     save_selection(node, queries, average, lse, heads, rows);
     node->save(grad_weights);
   }
-  auto [query, key, bias, grad_lse] = below_autograd([&] {
+  auto [query, key, bias, distance, grad_lse] = below_autograd([&] {
     return weights_double_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries,
-                                                average, grad_weights, query_t, key_t, bias_t, lse_t, grad_weights_t,
-                                                needed);
+                                                average, grad_weights, query_t, key_t, bias_t, distance_t, lse_t,
+                                                grad_weights_t, needed);
   });
   if (node) {
-    attach(node, {query, key, bias, grad_lse});
+    attach(node, {query, key, bias, distance, grad_lse});
     announce(node);
   }
-  return {query, key, bias, grad_lse};
+  return {query, key, bias, distance, grad_lse};
 }
 
 struct SummariesFormula : AttentionFormula {
@@ -171,10 +174,10 @@ struct SummariesFormula : AttentionFormula {
   variable_list operator()(const variable_list& grads, const variable_list& saved,
                            const std::vector<bool>& needed) const {
     const Restored r(saved, constants);
-    const auto [query, key, bias, lse] =
+    const auto [query, key, bias, distance, lse] =
         summaries_backward().call(r.attention, r.extra[0], r.extra[1], optional(grads[0]), optional(grads[1]),
-                                  optional(grads[2]), slice<4>(needed));
-    return keep({query, key, bias, lse}, needed);
+                                  optional(grads[2]), slice<5>(needed));
+    return keep({query, key, bias, distance, lse}, needed);
   }
 };
 
@@ -185,14 +188,14 @@ struct SummariesDoubleFormula : AttentionFormula {
                            const std::vector<bool>& needed) const {
     const Restored r(saved, constants);
     const OptionalTensor query_t = optional(grads[0]), key_t = optional(grads[1]), bias_t = optional(grads[2]),
-                         lse_t = optional(grads[3]);
-    const auto [query, key, bias, lse] = summaries_double_backward().call(
+                         distance_t = optional(grads[3]), lse_t = optional(grads[4]);
+    const auto [query, key, bias, distance, lse] = summaries_double_backward().call(
         r.attention, r.extra[0], r.extra[1], optional(r.extra[2]), optional(r.extra[3]), optional(r.extra[4]), query_t,
-        key_t, bias_t, lse_t, {}, {}, {}, slice<4>(needed));
+        key_t, bias_t, distance_t, lse_t, {}, {}, {}, slice<5>(needed));
     Three own;
-    if (needed[4] || needed[5] || needed[6])
-      own = summaries_jvp().call(r.attention, r.extra[0], r.extra[1], query_t, key_t, bias_t, lse_t);
-    return keep({query, key, bias, lse, std::get<0>(own), std::get<1>(own), std::get<2>(own)}, needed);
+    if (needed[5] || needed[6] || needed[7])
+      own = summaries_jvp().call(r.attention, r.extra[0], r.extra[1], query_t, key_t, bias_t, distance_t, lse_t);
+    return keep({query, key, bias, distance, lse, std::get<0>(own), std::get<1>(own), std::get<2>(own)}, needed);
   }
 };
 
@@ -203,12 +206,12 @@ struct SummariesJvpFormula : AttentionFormula {
                            const std::vector<bool>& needed) const {
     const Restored r(saved, constants);
     const OptionalTensor column_sum = optional(grads[0]), entropy = optional(grads[1]), maximum = optional(grads[2]);
-    const auto [query, key, bias, lse] = summaries_double_backward().call(
+    const auto [query, key, bias, distance, lse] = summaries_double_backward().call(
         r.attention, r.extra[0], r.extra[1], column_sum, entropy, maximum, optional(r.extra[2]), optional(r.extra[3]),
-        optional(r.extra[4]), optional(r.extra[5]), {}, {}, {}, slice<4>(needed));
-    const auto [query_t, key_t, bias_t, lse_t] = summaries_backward().call(
-        r.attention, r.extra[0], r.extra[1], column_sum, entropy, maximum, slice<4>(needed, 4));
-    return keep({query, key, bias, lse, query_t, key_t, bias_t, lse_t}, needed);
+        optional(r.extra[4]), optional(r.extra[5]), optional(r.extra[6]), {}, {}, {}, slice<5>(needed));
+    const auto [query_t, key_t, bias_t, distance_t, lse_t] = summaries_backward().call(
+        r.attention, r.extra[0], r.extra[1], column_sum, entropy, maximum, slice<5>(needed, 5));
+    return keep({query, key, bias, distance, lse, query_t, key_t, bias_t, distance_t, lse_t}, needed);
   }
 };
 
@@ -217,21 +220,22 @@ struct SummariesDoubleBackwardFormula : AttentionFormula {
 
   variable_list operator()(const variable_list& grads, const variable_list& saved,
                            const std::vector<bool>& needed) const {
-    refuse_third_derivatives("_attention_summaries_double_backward", needed, 7);
+    refuse_third_derivatives("_attention_summaries_double_backward", needed, 8);
     return SummariesDoubleFormula{*this}(grads, saved, needed);
   }
 };
 
 // argmax is a position, so it has no gradient; the one of maximum goes where it points.
 Four summaries_autograd(c10::DispatchKeySet keys, const Attention& a, In lse) {
-  const auto node = record<SummariesFormula>(a, a.query, a.key, a.bias, lse);
+  const auto node = record<SummariesFormula>(a, a.query, a.key, a.bias, a.distance, lse);
   auto [column_sum, entropy, maximum, argmax] =
       below_autograd([&] { return summaries().redispatch(keys & c10::after_autograd_keyset, a, lse); });
   if (node) attach(node, {column_sum, entropy, maximum});
-  if (any_has_tangent(a.query, a.key, a.bias, lse)) {
+  if (any_has_tangent(a.query, a.key, a.bias, a.distance, lse)) {
     const Primals p(a);
-    const auto [column_sum_t, entropy_t, maximum_t] = summaries_jvp().call(
-        p.view(), primal(lse), argmax, tangent(a.query), tangent(a.key), tangent(a.bias), tangent(lse));
+    const auto [column_sum_t, entropy_t, maximum_t] =
+        summaries_jvp().call(p.view(), primal(lse), argmax, tangent(a.query), tangent(a.key), tangent(a.bias),
+                             tangent(a.distance), tangent(lse));
     set_tangents({column_sum, entropy, maximum}, {column_sum_t, entropy_t, maximum_t});
   }
   if (node) {
@@ -241,35 +245,38 @@ Four summaries_autograd(c10::DispatchKeySet keys, const Attention& a, In lse) {
   return {column_sum, entropy, maximum, argmax};
 }
 
-Four summaries_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, In argmax, Opt grad_column_sum,
+Five summaries_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, In argmax, Opt grad_column_sum,
                                  Opt grad_entropy, Opt grad_maximum, Needed needed) {
-  const auto node =
-      record<SummariesDoubleFormula>(a, a.query, a.key, a.bias, lse, grad_column_sum, grad_entropy, grad_maximum);
+  const auto node = record<SummariesDoubleFormula>(a, a.query, a.key, a.bias, a.distance, lse, grad_column_sum,
+                                                   grad_entropy, grad_maximum);
   if (node) save_all(node, lse, argmax, grad_column_sum, grad_entropy, grad_maximum);
-  auto [query, key, bias, grad_lse] = below_autograd([&] {
+  auto [query, key, bias, distance, grad_lse] = below_autograd([&] {
     return summaries_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, argmax, grad_column_sum,
                                            grad_entropy, grad_maximum, needed);
   });
-  if (node) attach(node, {query, key, bias, grad_lse});
-  if (any_has_tangent(a.query, a.key, a.bias, lse, grad_column_sum, grad_entropy, grad_maximum)) {
+  if (node) attach(node, {query, key, bias, distance, grad_lse});
+  if (any_has_tangent(a.query, a.key, a.bias, a.distance, lse, grad_column_sum, grad_entropy, grad_maximum)) {
     const Primals p(a);
-    const auto [query_t, key_t, bias_t, lse_t] = summaries_double_backward().call(
+    const auto [query_t, key_t, bias_t, distance_t, lse_t] = summaries_double_backward().call(
         p.view(), primal(lse), argmax, primal(grad_column_sum), primal(grad_entropy), primal(grad_maximum),
-        tangent(a.query), tangent(a.key), tangent(a.bias), tangent(lse), tangent(grad_column_sum),
+        tangent(a.query), tangent(a.key), tangent(a.bias), tangent(a.distance), tangent(lse), tangent(grad_column_sum),
         tangent(grad_entropy), tangent(grad_maximum), needed);
-    set_tangents({query, key, bias, grad_lse}, {query_t, key_t, bias_t, lse_t});
+    set_tangents({query, key, bias, distance, grad_lse}, {query_t, key_t, bias_t, distance_t, lse_t});
   }
   if (node) announce(node);
-  return {query, key, bias, grad_lse};
+  return {query, key, bias, distance, grad_lse};
 }
 
 Three summaries_jvp_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, In argmax, Opt query_t, Opt key_t,
-                             Opt bias_t, Opt lse_t) {
-  refuse_tangents("_attention_summaries_jvp", a.query, a.key, a.bias, lse, query_t, key_t, bias_t, lse_t);
-  const auto node = record<SummariesJvpFormula>(a, a.query, a.key, a.bias, lse, query_t, key_t, bias_t, lse_t);
-  if (node) save_all(node, lse, argmax, query_t, key_t, bias_t, lse_t);
+                             Opt bias_t, Opt distance_t, Opt lse_t) {
+  refuse_tangents("_attention_summaries_jvp", a.query, a.key, a.bias, a.distance, lse, query_t, key_t, bias_t,
+                  distance_t, lse_t);
+  const auto node = record<SummariesJvpFormula>(a, a.query, a.key, a.bias, a.distance, lse, query_t, key_t, bias_t,
+                                                distance_t, lse_t);
+  if (node) save_all(node, lse, argmax, query_t, key_t, bias_t, distance_t, lse_t);
   auto [column_sum, entropy, maximum] = below_autograd([&] {
-    return summaries_jvp().redispatch(keys & c10::after_autograd_keyset, a, lse, argmax, query_t, key_t, bias_t, lse_t);
+    return summaries_jvp().redispatch(keys & c10::after_autograd_keyset, a, lse, argmax, query_t, key_t, bias_t,
+                                      distance_t, lse_t);
   });
   if (node) {
     attach(node, {column_sum, entropy, maximum});
@@ -278,26 +285,27 @@ Three summaries_jvp_autograd(c10::DispatchKeySet keys, const Attention& a, In ls
   return {column_sum, entropy, maximum};
 }
 
-Four summaries_double_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, In argmax,
+Five summaries_double_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, In argmax,
                                         Opt grad_column_sum, Opt grad_entropy, Opt grad_maximum, Opt query_t, Opt key_t,
-                                        Opt bias_t, Opt lse_t, Opt grad_column_sum_t, Opt grad_entropy_t,
-                                        Opt grad_maximum_t, Needed needed) {
-  refuse_tangents("_attention_summaries_double_backward", a.query, a.key, a.bias, lse, grad_column_sum, grad_entropy,
-                  grad_maximum, query_t, key_t, bias_t, lse_t, grad_column_sum_t, grad_entropy_t, grad_maximum_t);
-  const auto node = record<SummariesDoubleBackwardFormula>(a, query_t, key_t, bias_t, lse_t, grad_column_sum_t,
-                                                           grad_entropy_t, grad_maximum_t, a.query, a.key, a.bias, lse,
-                                                           grad_column_sum, grad_entropy, grad_maximum);
+                                        Opt bias_t, Opt distance_t, Opt lse_t, Opt grad_column_sum_t,
+                                        Opt grad_entropy_t, Opt grad_maximum_t, Needed needed) {
+  refuse_tangents("_attention_summaries_double_backward", a.query, a.key, a.bias, a.distance, lse, grad_column_sum,
+                  grad_entropy, grad_maximum, query_t, key_t, bias_t, distance_t, lse_t, grad_column_sum_t,
+                  grad_entropy_t, grad_maximum_t);
+  const auto node = record<SummariesDoubleBackwardFormula>(
+      a, query_t, key_t, bias_t, distance_t, lse_t, grad_column_sum_t, grad_entropy_t, grad_maximum_t, a.query, a.key,
+      a.bias, a.distance, lse, grad_column_sum, grad_entropy, grad_maximum);
   if (node) save_all(node, lse, argmax, grad_column_sum, grad_entropy, grad_maximum);
-  auto [query, key, bias, grad_lse] = below_autograd([&] {
+  auto [query, key, bias, distance, grad_lse] = below_autograd([&] {
     return summaries_double_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, argmax, grad_column_sum,
-                                                  grad_entropy, grad_maximum, query_t, key_t, bias_t, lse_t,
+                                                  grad_entropy, grad_maximum, query_t, key_t, bias_t, distance_t, lse_t,
                                                   grad_column_sum_t, grad_entropy_t, grad_maximum_t, needed);
   });
   if (node) {
-    attach(node, {query, key, bias, grad_lse});
+    attach(node, {query, key, bias, distance, grad_lse});
     announce(node);
   }
-  return {query, key, bias, grad_lse};
+  return {query, key, bias, distance, grad_lse};
 }
 
 TORCH_LIBRARY_IMPL(attention_ops, Autograd, m) {

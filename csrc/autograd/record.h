@@ -38,16 +38,17 @@ class Primals {
         key_(primal(a.key)),
         value_(primal(a.value)),
         bias_(primal(a.bias)),
+        distance_(primal(a.distance)),
         sinks_(primal(a.sinks)),
         of_(a) {}
   Attention view() const {
-    return {query_,   key_,      value_,      bias_,         sinks_,  of_.mask_data,
-            of_.mask, of_.scale, of_.softcap, of_.dropout_p, of_.seed};
+    return {query_,        key_,     value_,    bias_,       distance_,     sinks_,
+            of_.mask_data, of_.mask, of_.scale, of_.softcap, of_.dropout_p, of_.seed};
   }
 
  private:
   Tensor query_, key_, value_;
-  OptionalTensor bias_, sinks_;
+  OptionalTensor bias_, distance_, sinks_;
   const Attention& of_;
 };
 
@@ -63,7 +64,7 @@ struct Constants {
   int64_t mask_count = 0;
 };
 
-enum Saved : size_t { kQuery, kKey, kValue, kBias, kSinks, kSeed, kFirstMask };
+enum Saved : size_t { kQuery, kKey, kValue, kBias, kDistance, kSinks, kSeed, kFirstMask };
 
 struct AttentionFormula {
   Constants constants;
@@ -75,18 +76,27 @@ struct AttentionFormula {
 
  protected:
   struct Restored {
-    OptionalTensor bias, sinks, seed;
+    OptionalTensor bias, distance, sinks, seed;
     Attention attention;
     at::TensorList extra;  // what the operator added
 
     Restored(const variable_list& saved, const Constants& c)
         : bias(optional(saved[kBias])),
+          distance(optional(saved[kDistance])),
           sinks(optional(saved[kSinks])),
           seed(optional(saved[kSeed])),
-          attention{saved[kQuery], saved[kKey], saved[kValue],
-                    bias,          sinks,       at::TensorList(saved).slice(kFirstMask, c.mask_count),
-                    c.mask,        c.scale,     c.softcap,
-                    c.dropout_p,   seed},
+          attention{saved[kQuery],
+                    saved[kKey],
+                    saved[kValue],
+                    bias,
+                    distance,
+                    sinks,
+                    at::TensorList(saved).slice(kFirstMask, c.mask_count),
+                    c.mask,
+                    c.scale,
+                    c.softcap,
+                    c.dropout_p,
+                    seed},
           extra(at::TensorList(saved).slice(kFirstMask + c.mask_count)) {}
   };
 };
@@ -116,7 +126,7 @@ auto record(const Attention& a, const Inputs&... inputs) {
   node->formula.constants = {std::string(a.mask), a.scale, a.softcap, a.dropout_p,
                              static_cast<int64_t>(a.mask_data.size())};
   node->save(a.query), node->save(a.key), node->save(a.value);
-  for (const OptionalTensor* x : {&a.bias, &a.sinks, &a.seed}) node->save(defined_or_not(*x));
+  for (const OptionalTensor* x : {&a.bias, &a.distance, &a.sinks, &a.seed}) node->save(defined_or_not(*x));
   for (const auto& x : a.mask_data) node->save(x);
   return node;
 }

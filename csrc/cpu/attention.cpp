@@ -25,7 +25,7 @@ Pair decode(const Attention& a) {
 }
 
 Pair forward_cpu(const Attention& a) {
-  if (is_decode(a.query.size(1), a.key.size(1), a.query.size(2)))
+  if (is_decode(a.query.size(1), a.key.size(1), a.query.size(2)) && !has_rows_by_distance(a))
     return in_element_type(a.query, [&]<class E>() { return decode<E>(a); });
   return in_row_types(a, [&]<class T, class E>() -> Pair {
     const Loaded<T, E, E> loaded(a);
@@ -42,25 +42,30 @@ Pair forward_cpu(const Attention& a) {
 
 // The gradients, or their tangents in a direction.
 template <class T, class E>
-Five gradients_of(const Loaded<T, E, E>& loaded, const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse,
-                  std::array<bool, 5> needed, const BackwardTangent<T>* along = nullptr) {
+Six gradients_of(const Loaded<T, E, E>& loaded, const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse,
+                 std::array<bool, 6> needed, const BackwardTangent<T>* along = nullptr) {
   Gradients<T, E> grads;
   if (needed[0]) grads.query = empty_rows<E>(a.query, a.query.sizes());
   if (needed[1]) grads.key = empty_rows<E>(a.key, a.key.sizes());
   if (needed[2]) grads.value = empty_rows<E>(a.value, a.value.sizes());
   if (needed[3] && a.bias) grads.bias = on_large_pages(at::empty(a.bias->sizes(), a.bias->options()));
-  if (needed[4] && a.sinks) grads.sinks = empty_of<T>(a.query, a.sinks->sizes());
+  if (needed[4] && a.distance) grads.distance = empty_of<T>(a.query, a.distance->sizes());
+  if (needed[5] && a.sinks) grads.sinks = empty_of<T>(a.query, a.sinks->sizes());
   const Operand<E> out_rows(out), grad_rows(grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out));
   const Vector<T> lse_rows(lse), grad_lse_rows(grad_lse);
   const ValueGradient<T, E> source(loaded.problem.value_width);
   run_backward<T, E>(loaded.problem, {out_rows.view(), grad_rows.view(), lse_rows.data(), grad_lse_rows.data()}, grads,
                      source, along);
-  return {finished(grads.query, a.query), finished(grads.key, a.key), finished(grads.value, a.value),
-          finished(grads.bias, a.bias.value_or(a.query)), finished(grads.sinks, a.sinks.value_or(a.query))};
+  return {finished(grads.query, a.query),
+          finished(grads.key, a.key),
+          finished(grads.value, a.value),
+          finished(grads.bias, a.bias.value_or(a.query)),
+          finished(grads.distance, a.distance.value_or(a.query)),
+          finished(grads.sinks, a.sinks.value_or(a.query))};
 }
 
-Five backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 5> needed) {
-  return in_row_types(a, [&]<class T, class E>() -> Five {
+Six backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 6> needed) {
+  return in_row_types(a, [&]<class T, class E>() -> Six {
     return gradients_of<T, E>(Loaded<T, E, E>(a), a, out, lse, grad_out, grad_lse, needed);
   });
 }
@@ -79,36 +84,39 @@ Pair tangents_of(const Loaded<T>& loaded, const LoadedTangents<T>& along, In out
   return {out_t, lse_t};
 }
 
-Pair jvp_cpu(const Attention& a, In out, In lse, Opt query_t, Opt key_t, Opt value_t, Opt bias_t, Opt sinks_t) {
+Pair jvp_cpu(const Attention& a, In out, In lse, Opt query_t, Opt key_t, Opt value_t, Opt bias_t, Opt distance_t,
+             Opt sinks_t) {
   return in_compute_type(a.query, [&]<class T>() -> Pair {
     const Loaded<T> loaded(a);
-    const LoadedTangents<T> along(query_t, key_t, value_t, bias_t, sinks_t);
+    const LoadedTangents<T> along(query_t, key_t, value_t, bias_t, distance_t, sinks_t);
     const auto [out_t, lse_t] = tangents_of(loaded, along, out, lse);
     return {in_type(out_t, out.scalar_type()), lse_t};
   });
 }
 
-Seven double_backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, Opt query_t, Opt key_t,
-                          Opt value_t, Opt bias_t, Opt sinks_t, Opt grad_out_t, Opt grad_lse_t,
-                          std::array<bool, 7> needed) {
-  return in_compute_type(a.query, [&]<class T>() -> Seven {
+Eight double_backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, Opt query_t, Opt key_t,
+                          Opt value_t, Opt bias_t, Opt distance_t, Opt sinks_t, Opt grad_out_t, Opt grad_lse_t,
+                          std::array<bool, 8> needed) {
+  return in_compute_type(a.query, [&]<class T>() -> Eight {
     const Loaded<T> loaded(a);
-    const LoadedTangents<T> inputs(query_t, key_t, value_t, bias_t, sinks_t);
+    const LoadedTangents<T> inputs(query_t, key_t, value_t, bias_t, distance_t, sinks_t);
     // What forward mode may have counted already, but out and lse come without their tangents.
     const auto [out_t, lse_t] = tangents_of(loaded, inputs, out, lse);
-    const LoadedTangents<T> along(query_t, key_t, value_t, bias_t, sinks_t, lse_t);
+    const LoadedTangents<T> along(query_t, key_t, value_t, bias_t, distance_t, sinks_t, lse_t);
     const Operand<T> out_t_rows(out_t), grad_t_rows(grad_out_t);
     const Vector<T> grad_lse_t_rows(grad_lse_t);
     const BackwardTangent<T> direction{along.view, out_t_rows.view(), grad_t_rows.view(), grad_lse_t_rows.data()};
-    const auto [query, key, value, bias, sinks] = gradients_of<T, T>(
-        loaded, a, out, lse, grad_out, grad_lse, {needed[0], needed[1], needed[2], needed[3], needed[4]}, &direction);
+    const auto [query, key, value, bias, distance, sinks] =
+        gradients_of<T, T>(loaded, a, out, lse, grad_out, grad_lse,
+                           {needed[0], needed[1], needed[2], needed[3], needed[4], needed[5]}, &direction);
     return {query,
             key,
             value,
             bias,
+            distance,
             sinks,
-            needed[5] ? in_type(out_t, out.scalar_type()) : nothing(out),
-            needed[6] ? lse_t : nothing(lse)};
+            needed[6] ? in_type(out_t, out.scalar_type()) : nothing(out),
+            needed[7] ? lse_t : nothing(lse)};
   });
 }
 

@@ -29,30 +29,31 @@ Tensor weights_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt 
 }
 
 Tensor weights_jvp_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average, Opt query_t,
-                       Opt key_t, Opt bias_t, Opt lse_t) {
+                       Opt key_t, Opt bias_t, Opt distance_t, Opt lse_t) {
   return in_compute_type(a.query, [&]<class T>() -> Tensor {
     Loaded<T> loaded(a);
     loaded.place(heads, rows, queries.expect_int());
-    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, {}, lse_t);
+    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, distance_t, {}, lse_t);
     return weights_of(loaded, a, lse, average, &along.view);
   });
 }
 
 // The shared half of all gradients, and of their tangents: what is asked for, the pass, the types.
 template <class T>
-Four gradients_through(const Loaded<T>& loaded, const Attention& a, In lse, std::array<bool, 4> needed,
+Five gradients_through(const Loaded<T>& loaded, const Attention& a, In lse, std::array<bool, 5> needed,
                        const typename AttentionBackward<T>::Source& source, const Tangents<T>* along = nullptr) {
   Gradients<T> grads;
   if (needed[0]) grads.query = empty_rows<T>(a.query, a.query.sizes());
   if (needed[1]) grads.key = empty_rows<T>(a.key, a.key.sizes());
   if (needed[2] && a.bias) grads.bias = on_large_pages(at::empty(a.bias->sizes(), a.bias->options()));
-  if (needed[3]) grads.lse = empty_of<T>(a.query, lse.sizes());
+  if (needed[3] && a.distance) grads.distance = empty_of<T>(a.query, a.distance->sizes());
+  if (needed[4]) grads.lse = empty_of<T>(a.query, lse.sizes());
   const Vector<T> lse_rows(lse);
   BackwardTangent<T> direction;
   if (along) direction.of = *along;
   run_backward<T, T>(loaded.problem, {{}, {}, lse_rows.data(), nullptr}, grads, source, along ? &direction : nullptr);
   return {finished(grads.query, a.query), finished(grads.key, a.key), finished(grads.bias, a.bias.value_or(a.query)),
-          finished(grads.lse, lse)};
+          finished(grads.distance, a.distance.value_or(a.query)), finished(grads.lse, lse)};
 }
 
 Tensor4 view_of_heads(In x, bool average) {
@@ -63,9 +64,9 @@ T head_factor(const Attention& a, bool average) {
   return average ? T(1) / T(std::max<Index>(a.query.size(1), 1)) : T(1);
 }
 
-Four weights_backward_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
-                          In grad_weights, std::array<bool, 4> needed) {
-  return in_compute_type(a.query, [&]<class T>() -> Four {
+Five weights_backward_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
+                          In grad_weights, std::array<bool, 5> needed) {
+  return in_compute_type(a.query, [&]<class T>() -> Five {
     Loaded<T> loaded(a);
     loaded.place(heads, rows, queries.expect_int());
     const DenseGradient<T> source(view_of_heads(grad_weights, average), head_factor<T>(a, average));
@@ -73,13 +74,13 @@ Four weights_backward_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::
   });
 }
 
-Four weights_double_backward_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
-                                 In grad_weights, Opt query_t, Opt key_t, Opt bias_t, Opt lse_t, Opt grad_weights_t,
-                                 std::array<bool, 4> needed) {
-  return in_compute_type(a.query, [&]<class T>() -> Four {
+Five weights_double_backward_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
+                                 In grad_weights, Opt query_t, Opt key_t, Opt bias_t, Opt distance_t, Opt lse_t,
+                                 Opt grad_weights_t, std::array<bool, 5> needed) {
+  return in_compute_type(a.query, [&]<class T>() -> Five {
     Loaded<T> loaded(a);
     loaded.place(heads, rows, queries.expect_int());
-    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, {}, lse_t);
+    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, distance_t, {}, lse_t);
     const DenseGradient<T> source(view_of_heads(grad_weights, average), head_factor<T>(a, average),
                                   grad_weights_t ? view_of_heads(*grad_weights_t, average) : Tensor4{});
     return gradients_through<T>(loaded, a, lse, needed, source, &along.view);
@@ -110,9 +111,9 @@ Four summaries_cpu(const Attention& a, In lse) {
   });
 }
 
-Three summaries_jvp_cpu(const Attention& a, In lse, In, Opt query_t, Opt key_t, Opt bias_t, Opt lse_t) {
+Three summaries_jvp_cpu(const Attention& a, In lse, In, Opt query_t, Opt key_t, Opt bias_t, Opt distance_t, Opt lse_t) {
   return in_compute_type(a.query, [&]<class T>() -> Three {
-    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, {}, lse_t);
+    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, distance_t, {}, lse_t);
     return summaries_of<T>(Loaded<T>(a), lse, nullptr, &along.view);
   });
 }
@@ -128,9 +129,9 @@ class LoadedSummaryGradients {
   Vector<T> column_sum_, entropy_, maximum_;
 };
 
-Four summaries_backward_cpu(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
-                            Opt grad_maximum, std::array<bool, 4> needed) {
-  return in_compute_type(a.query, [&]<class T>() -> Four {
+Five summaries_backward_cpu(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
+                            Opt grad_maximum, std::array<bool, 5> needed) {
+  return in_compute_type(a.query, [&]<class T>() -> Five {
     const Loaded<T> loaded(a);
     const LoadedSummaryGradients<T> grads(grad_column_sum, grad_entropy, grad_maximum);
     const Vector<int64_t> places(argmax);
@@ -139,13 +140,13 @@ Four summaries_backward_cpu(const Attention& a, In lse, In argmax, Opt grad_colu
   });
 }
 
-Four summaries_double_backward_cpu(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
-                                   Opt grad_maximum, Opt query_t, Opt key_t, Opt bias_t, Opt lse_t,
+Five summaries_double_backward_cpu(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
+                                   Opt grad_maximum, Opt query_t, Opt key_t, Opt bias_t, Opt distance_t, Opt lse_t,
                                    Opt grad_column_sum_t, Opt grad_entropy_t, Opt grad_maximum_t,
-                                   std::array<bool, 4> needed) {
-  return in_compute_type(a.query, [&]<class T>() -> Four {
+                                   std::array<bool, 5> needed) {
+  return in_compute_type(a.query, [&]<class T>() -> Five {
     const Loaded<T> loaded(a);
-    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, {}, lse_t);
+    const LoadedTangents<T> along(query_t, key_t, {}, bias_t, distance_t, {}, lse_t);
     const LoadedSummaryGradients<T> grads(grad_column_sum, grad_entropy, grad_maximum);
     const LoadedSummaryGradients<T> grads_t(grad_column_sum_t, grad_entropy_t, grad_maximum_t);
     const Vector<int64_t> places(argmax);

@@ -9,20 +9,24 @@ namespace attention_ops {
 // Gradients of one call; undefined where nobody asked.
 template <class T, class E = T>
 struct Gradients {
-  Tensor query, key, value, bias, sinks, lse;
+  Tensor query, key, value, bias, distance, sinks, lse;
 
   BackwardResult<T, E> view() const {
-    BackwardResult<T, E> r{result_view<E>(query), result_view<E>(key), result_view<E>(value), result_view4(bias)};
+    BackwardResult<T, E> r;
+    r.grad_query = result_view<E>(query), r.grad_key = result_view<E>(key), r.grad_value = result_view<E>(value);
+    r.grad_bias = result_view4(bias);
+    if (distance.defined()) r.grad_distance = {distance.mutable_data_ptr<T>(), distance.size(0), distance.size(1)};
     r.grad_sinks = sinks.defined() ? sinks.mutable_data_ptr<T>() : nullptr;
     r.negative_rows = lse.defined() ? lse.mutable_data_ptr<T>() : nullptr;
     return r;
   }
   bool any() const {
-    return query.defined() || key.defined() || value.defined() || bias.defined() || sinks.defined() || lse.defined();
+    const std::initializer_list<const Tensor*> all{&query, &key, &value, &bias, &distance, &sinks, &lse};
+    return std::any_of(all.begin(), all.end(), [](const Tensor* x) { return x->defined(); });
   }
   // Nothing to visit: every gradient is zero.
   void clear() {
-    for (Tensor* x : {&query, &key, &value, &bias, &sinks, &lse})
+    for (Tensor* x : {&query, &key, &value, &bias, &distance, &sinks, &lse})
       if (x->defined()) x->zero_();
   }
 };

@@ -12,12 +12,18 @@ namespace attention_ops {
 
 constexpr Index kLeastPairs = 1024;  // queries times keys
 
+// Beside keys or values, not only a bias: tiles of pairs and decoding have no products with them.
+inline bool has_rows_by_distance(const Attention& a) {
+  return a.distance && a.distance->size(3) > 1;
+}
+
 // Calls f<T, E>() with the types that sums and rows of attention have. Rows of bfloat16 stay as they are where that is
 // fast, but for small problems: padding to the units of products would be most of the work.
 template <class F>
 auto in_row_types(const Attention& a, F&& f) {
   if constexpr (kFastPairs)
-    if (a.query.scalar_type() == at::kBFloat16 && a.query.size(2) * a.key.size(2) >= kLeastPairs)
+    if (!has_rows_by_distance(a) && a.query.scalar_type() == at::kBFloat16 &&
+        a.query.size(2) * a.key.size(2) >= kLeastPairs)
       return f.template operator()<float, BFloat16>();
   return in_compute_type(a.query, [&]<class T>() { return f.template operator()<T, T>(); });
 }
@@ -67,18 +73,54 @@ Matrices<T> result_view(const Tensor& x) {
   return {static_cast<T*>(x.mutable_data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
 }
 
+// A table of distances, for every batch and head.
+template <class T>
+class DistanceRows {
+ public:
+  explicit DistanceRows(Opt x, Index key_width = 0) {
+    if (!x) return;
+    const Index width = x->size(3);
+    tensor_ = in_type(*x, kScalarType<T>);
+    if (width > 1 && tensor_.stride(3) != 1) tensor_ = tensor_.contiguous();
+    view_.has_keys = width > 1, view_.has_values = width > 1 && width > 1 + key_width;
+    view_.is_finite = width == 1 || is_finite();
+    const auto stride = [&](int d) { return tensor_.size(d) == 1 ? 0 : tensor_.stride(d); };
+    view_.rows = {tensor_.const_data_ptr<T>(), stride(0), stride(1), tensor_.stride(2)};
+  }
+  const DistanceTable<T>& view() const { return view_; }
+
+ private:
+  bool is_finite() const {
+    for (Index n = 0; n < tensor_.size(0) * tensor_.size(1); ++n) {
+      const Tensor head = tensor_.select(0, n / tensor_.size(1)).select(0, n % tensor_.size(1));
+      if (!all_finite<T>(head.const_data_ptr<T>() + 1, head.stride(0), head.size(0), head.size(1) - 1)) return false;
+    }
+    return true;
+  }
+
+  Tensor tensor_;
+  DistanceTable<T> view_;
+};
+
 // The problem of one call, with the tensors that it points into. Keys and values are rows of E, queries of Q.
 template <class T, class E = T, class Q = T>
 class Loaded {
  public:
   explicit Loaded(const Attention& a)
-      : query_(a.query), key_(rows_of(a.key)), value_(rows_of(a.value)), sinks_(a.sinks), seed_(a.seed), mask_(a) {
+      : query_(a.query),
+        key_(rows_of(a.key)),
+        value_(rows_of(a.value)),
+        distance_(a.distance, a.query.size(3)),
+        sinks_(a.sinks),
+        seed_(a.seed),
+        mask_(a) {
     problem.batch = a.query.size(0), problem.heads = a.query.size(1), problem.queries = a.query.size(2);
     problem.width = a.query.size(3), problem.key_heads = a.key.size(1), problem.keys = a.key.size(2);
     problem.value_width = a.value.size(3);
     problem.q = query_.view();
     if constexpr (std::is_same_v<Q, E>) problem.k = key(), problem.v = value();
     if (a.bias) problem.bias = read_view(*a.bias);
+    problem.distance = distance_.view();
     problem.sinks = sinks_.data();
     problem.mask = mask_.view(problem.queries, problem.keys);
     problem.scale = T(a.scale), problem.softcap = T(a.softcap);
@@ -104,6 +146,7 @@ class Loaded {
  private:
   Operand<Q> query_;
   Operand<E> key_, value_;
+  DistanceRows<T> distance_;
   Vector<T> sinks_;
   Vector<int64_t> seed_, heads_{std::nullopt}, rows_{std::nullopt};
   MaskArguments mask_;
@@ -113,9 +156,10 @@ class Loaded {
 template <class T>
 class LoadedTangents {
  public:
-  LoadedTangents(Opt query, Opt key, Opt value, Opt bias, Opt sinks, Opt lse = std::nullopt)
-      : query_(query), key_(key), value_(value), sinks_(sinks), lse_(lse) {
-    view = {query_.view(), key_.view(), value_.view(), bias ? read_view(*bias) : Tensor4{}, sinks_.data(), lse_.data()};
+  LoadedTangents(Opt query, Opt key, Opt value, Opt bias, Opt distance, Opt sinks, Opt lse = std::nullopt)
+      : query_(query), key_(key), value_(value), distance_(distance), sinks_(sinks), lse_(lse) {
+    view = {query_.view(),    key_.view(),   value_.view(), bias ? read_view(*bias) : Tensor4{},
+            distance_.view(), sinks_.data(), lse_.data()};
   }
   LoadedTangents(const LoadedTangents&) = delete;
 
@@ -123,6 +167,7 @@ class LoadedTangents {
 
  private:
   Operand<T> query_, key_, value_;
+  DistanceRows<T> distance_;
   Vector<T> sinks_, lse_;
 };
 

@@ -54,6 +54,9 @@ class Loaded {
     problem.value_width = a.value.size(3);
     problem.q = query_.view(), problem.k = key_.view(), problem.v = value_.view();
     if (a.bias) problem.bias = read_view(call.reads(*a.bias));
+    TORCH_CHECK_NOT_IMPLEMENTED(!a.distance,
+                                "attention: expected no distance_bias, relative_key or relative_value on CUDA "
+                                "(position.expand gives a dense bias), got one");
     problem.sinks = sinks_.data();
     const MaskArguments mask(a);
     problem.mask = MaskProgram(mask.view(problem.queries, problem.keys));

@@ -31,26 +31,27 @@ Problem only_if(const Problem& problem, const int* flag) {
 struct Gradients {
   Tensor query, key, value, bias, sinks;
 
-  Gradients(const Attention& a, std::array<bool, 5> needed, bool on_tensor_cores) {
+  Gradients(const Attention& a, std::array<bool, 6> needed, bool on_tensor_cores) {
     if (needed[0]) query = empty_aligned(a.query, on_tensor_cores);
     if (needed[1]) key = empty_aligned(a.key, on_tensor_cores);
     if (needed[2]) value = empty_aligned(a.value, on_tensor_cores);
     if (needed[3] && a.bias) bias = empty_like_shape(*a.bias);
-    if (needed[4] && a.sinks) sinks = scratch(*a.sinks, a.sinks->sizes(), lse_type(a.query));
+    if (needed[5] && a.sinks) sinks = scratch(*a.sinks, a.sinks->sizes(), lse_type(a.query));
   }
   BackwardResult view(const Call& call) const {
     return {result(call, query), result(call, key), result(call, value), result(call, bias), pointer(call, sinks)};
   }
   // In its own tensor's type; a gradient that was not asked for is empty.
-  Five finished(const Attention& a) const {
+  Six finished(const Attention& a) const {
     const auto rows = [](const Tensor& x, const Tensor& like) {
       return x.defined() ? without_filling(x, like.size(3)) : nothing(like);
     };
     const auto one = [](const Tensor& x, const Tensor& like) {
       return x.defined() ? x.to(like.scalar_type()) : nothing(like);
     };
-    return {rows(query, a.query), rows(key, a.key), rows(value, a.value), one(bias, a.bias.value_or(a.query)),
-            one(sinks, a.sinks.value_or(a.query))};
+    return {rows(query, a.query), rows(key, a.key),
+            rows(value, a.value), one(bias, a.bias.value_or(a.query)),
+            nothing(a.query),     one(sinks, a.sinks.value_or(a.query))};
   }
 };
 
@@ -84,7 +85,7 @@ Pair forward_cuda(const Attention& a) {
   return {without_filling(out, p.value_width), lse};
 }
 
-Five backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 5> needed) {
+Six backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 6> needed) {
   const Call call(a.query);
   const Loaded loaded(call, a);
   const Problem& p = loaded.problem;

@@ -7,7 +7,7 @@
 namespace attention_ops {
 
 Pair forward_cuda(const Attention& a);
-Five backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 5> needed);
+Six backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 6> needed);
 Tensor dropout_mask_cuda(In seed, int64_t batch, int64_t heads, int64_t queries, int64_t keys, double dropout_p);
 
 inline void register_operators(torch::Library& m) {

@@ -13,14 +13,15 @@ Tensor weights_meta(const Attention& a, In, Opt, Opt, c10::SymInt, bool average)
                  : at::empty_symint({B, H, Lq, Lk}, a.query.options());
 }
 
-Four grads(const Attention& a, In lse, std::array<bool, 4> needed) {
+Five grads(const Attention& a, In lse, std::array<bool, 5> needed) {
   return {needed[0] ? empty_heads_like(a.query) : nothing(a.query),
           needed[1] ? empty_heads_like(a.key) : nothing(a.key),
           needed[2] && a.bias ? empty_like_shape(*a.bias) : nothing(a.bias.value_or(a.query)),
-          needed[3] ? empty_like_shape(lse) : nothing(lse)};
+          needed[3] && a.distance ? empty_like_shape(*a.distance) : nothing(a.distance.value_or(a.query)),
+          needed[4] ? empty_like_shape(lse) : nothing(lse)};
 }
 
-Four weights_backward_meta(const Attention& a, In lse, Opt, Opt, c10::SymInt, bool, In, std::array<bool, 4> needed) {
+Five weights_backward_meta(const Attention& a, In lse, Opt, Opt, c10::SymInt, bool, In, std::array<bool, 5> needed) {
   return grads(a, lse, needed);
 }
 
@@ -30,27 +31,27 @@ Four summaries_meta(const Attention& a, In lse) {
           at::empty_symint(lse.sym_sizes(), lse.options().dtype(at::kLong))};
 }
 
-Four summaries_backward_meta(const Attention& a, In lse, In, Opt, Opt, Opt, std::array<bool, 4> needed) {
+Five summaries_backward_meta(const Attention& a, In lse, In, Opt, Opt, Opt, std::array<bool, 5> needed) {
   return grads(a, lse, needed);
 }
 
 Tensor weights_jvp_meta(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average, Opt, Opt,
-                        Opt, Opt) {
+                        Opt, Opt, Opt) {
   return weights_meta(a, lse, heads, rows, queries, average);
 }
 
-Four weights_double_backward_meta(const Attention& a, In lse, Opt, Opt, c10::SymInt, bool, In, Opt, Opt, Opt, Opt, Opt,
-                                  std::array<bool, 4> needed) {
+Five weights_double_backward_meta(const Attention& a, In lse, Opt, Opt, c10::SymInt, bool, In, Opt, Opt, Opt, Opt, Opt,
+                                  Opt, std::array<bool, 5> needed) {
   return grads(a, lse, needed);
 }
 
-Three summaries_jvp_meta(const Attention& a, In lse, In, Opt, Opt, Opt, Opt) {
+Three summaries_jvp_meta(const Attention& a, In lse, In, Opt, Opt, Opt, Opt, Opt) {
   const auto [column_sum, entropy, maximum, argmax] = summaries_meta(a, lse);
   return {column_sum, entropy, maximum};
 }
 
-Four summaries_double_backward_meta(const Attention& a, In lse, In, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt,
-                                    std::array<bool, 4> needed) {
+Five summaries_double_backward_meta(const Attention& a, In lse, In, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt,
+                                    Opt, std::array<bool, 5> needed) {
   return grads(a, lse, needed);
 }
 

@@ -35,8 +35,10 @@ OptionalTensor seed_of(const Inputs& inputs, double dropout_p, Opt seed) {
 }
 
 Pair attention(In query, In key, In value, at::TensorList mask_data, std::string_view mask, Opt bias, Opt sinks,
-               std::optional<double> scale, std::optional<double> softcap, double dropout_p, Opt seed) {
-  const Inputs inputs({"attention", query, key, &value, bias, sinks, mask_data, mask, scale, softcap});
+               std::optional<double> scale, std::optional<double> softcap, double dropout_p, Opt seed,
+               Opt distance_bias, Opt relative_key, Opt relative_value) {
+  const Inputs inputs({"attention", query, key, &value, bias, distance_bias, relative_key, relative_value, sinks,
+                       mask_data, mask, scale, softcap});
   const OptionalTensor drawn = seed_of(inputs, dropout_p, seed);
   const auto [out, lse] = forward().call(inputs.attention(dropout_p, drawn));
   return {inputs.restore(out), inputs.restore(lse)};
@@ -45,21 +47,24 @@ Pair attention(In query, In key, In value, at::TensorList mask_data, std::string
 TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor[] mask_data, str mask='', Tensor? bias=None, "
-      "Tensor? sinks=None, float? scale=None, float? softcap=None, float dropout_p=0., Tensor? seed=None) -> "
+      "Tensor? sinks=None, float? scale=None, float? softcap=None, float dropout_p=0., Tensor? seed=None, Tensor? "
+      "distance_bias=None, Tensor? relative_key=None, Tensor? relative_value=None) -> "
       "(Tensor out, Tensor lse)");
   const auto define = [&](const std::string& name, const std::string& rest) {
     m.def(torch::schema((name + "(" + kSharedSchema + rest).c_str()), {at::Tag::pt2_compliant_tag});
   };
   define("_attention_forward", ") -> (Tensor out, Tensor lse)");
   define("_attention_backward",
-         ", Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, bool[5] needed) -> (Tensor grad_query, "
-         "Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_sinks)");
-  const std::string tangents = ", Tensor? query_t, Tensor? key_t, Tensor? value_t, Tensor? bias_t, Tensor? sinks_t";
+         ", Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, bool[6] needed) -> (Tensor grad_query, "
+         "Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_distance, Tensor grad_sinks)");
+  const std::string tangents =
+      ", Tensor? query_t, Tensor? key_t, Tensor? value_t, Tensor? bias_t, Tensor? distance_t, Tensor? sinks_t";
   define("_attention_jvp", ", Tensor out, Tensor lse" + tangents + ") -> (Tensor out_t, Tensor lse_t)");
   define("_attention_double_backward",
          ", Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse" + tangents +
-             ", Tensor? grad_out_t, Tensor? grad_lse_t, bool[7] needed) -> (Tensor grad_query_t, Tensor grad_key_t, "
-             "Tensor grad_value_t, Tensor grad_bias_t, Tensor grad_sinks_t, Tensor out_t, Tensor lse_t)");
+             ", Tensor? grad_out_t, Tensor? grad_lse_t, bool[8] needed) -> (Tensor grad_query_t, Tensor grad_key_t, "
+             "Tensor grad_value_t, Tensor grad_bias_t, Tensor grad_distance_t, Tensor grad_sinks_t, Tensor out_t, "
+             "Tensor lse_t)");
   // For tests: the tiles visited since the last call, and how many queries and keys a tile holds.
   m.def("_visited_tiles() -> int");
   m.def("_tile_shape(int itemsize) -> int[]");

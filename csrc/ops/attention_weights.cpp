@@ -1,5 +1,7 @@
 // attention_weights and attention_summaries: the public operators, and the schemas of their primitives.
 #include <ATen/ops/aminmax.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/floor_divide.h>
 #include <ATen/ops/index_select.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -38,7 +40,7 @@ Tensor selected(const Tensor& x, int64_t dim, const Tensor& index) {
 // Query, lse, bias, sinks and keys of some heads and rows. The mask's data stays whole.
 struct Selection {
   Tensor query, key, value, lse;
-  OptionalTensor bias, sinks;
+  OptionalTensor bias, distance, sinks;
 
   Selection(const Inputs& inputs, const Tensor& lse_of_all)
       : query(inputs.query),
@@ -46,6 +48,7 @@ struct Selection {
         value(inputs.value),
         lse(lse_of_all),
         bias(inputs.bias),
+        distance(inputs.distance),
         sinks(inputs.sinks) {}
 
   void take(int64_t dim, const Tensor& index) {
@@ -55,6 +58,7 @@ struct Selection {
 
   void take_heads(const Inputs& inputs, const Tensor& heads) {
     take(1, heads);
+    if (distance) distance = selected(*distance, 1, heads);
     if (sinks) sinks = sinks->index_select(0, heads);
     if (surely(inputs.Hkv.sym_eq(1))) return;
     // Each query head comes with a key head of its own.
@@ -66,25 +70,42 @@ struct Selection {
 };
 
 Tensor attention_weights(In query, In key, at::TensorList mask_data, std::string_view mask, Opt bias, Opt sinks,
-                         std::optional<double> scale, std::optional<double> softcap, Opt heads, Opt rows,
-                         bool average) {
-  const Inputs inputs({"attention_weights", query, key, nullptr, bias, sinks, mask_data, mask, scale, softcap});
+                         std::optional<double> scale, std::optional<double> softcap, Opt heads, Opt rows, bool average,
+                         Opt distance_bias, Opt relative_key) {
+  const Inputs inputs({"attention_weights", query, key, nullptr, bias, distance_bias, relative_key, Inputs::kNone,
+                       sinks, mask_data, mask, scale, softcap});
   TORCH_CHECK_VALUE(!heads || inputs.rank > 2, inputs.op, ": expected heads None as query has no heads, got a tensor");
   if (heads) check_index(inputs, "heads", *heads, inputs.H);
   if (rows) check_index(inputs, "rows", *rows, inputs.Lq);
   const Attention a = inputs.attention();
   Selection s(inputs, std::get<1>(forward().call(a)));
   if (heads) s.take_heads(inputs, *heads);
-  if (rows) s.take(2, *rows);
-  const Tensor w = weights().call(
-      {s.query, s.key, s.value, s.bias, s.sinks, a.mask_data, a.mask, a.scale, a.softcap, 0, Inputs::kNone}, s.lse,
-      heads, rows, inputs.Lq, average);
-  return inputs.restore(w, !average);
+  const auto weights_of = [&](const Selection& x, Opt chosen) {
+    return weights().call({x.query, x.key, x.value, x.bias, x.distance, x.sinks, a.mask_data, a.mask, a.scale,
+                           a.softcap, 0, Inputs::kNone},
+                          x.lse, heads, chosen, inputs.Lq, average);
+  };
+  if (!rows || !s.distance || surely(rows->sym_size(0).sym_eq(0))) {
+    if (rows) s.distance.reset();
+    if (rows) s.take(2, *rows);
+    return inputs.restore(weights_of(s, rows), !average);
+  }
+  // Distances of rows that are chosen are not those of their order: one row at a time.
+  std::vector<Tensor> each;
+  for (const Tensor& row : rows->split(1)) {
+    Selection one = s;
+    one.take(2, row);
+    one.distance = s.distance->index_select(2, at::arange(inputs.Lk, row.options()).sub(row).add(inputs.Lq - 1));
+    each.push_back(weights_of(one, row));
+  }
+  return inputs.restore(at::cat(each, -2), !average);
 }
 
 Three attention_summaries(In query, In key, at::TensorList mask_data, std::string_view mask, Opt bias, Opt sinks,
-                          std::optional<double> scale, std::optional<double> softcap) {
-  const Inputs inputs({"attention_summaries", query, key, nullptr, bias, sinks, mask_data, mask, scale, softcap});
+                          std::optional<double> scale, std::optional<double> softcap, Opt distance_bias,
+                          Opt relative_key) {
+  const Inputs inputs({"attention_summaries", query, key, nullptr, bias, distance_bias, relative_key, Inputs::kNone,
+                       sinks, mask_data, mask, scale, softcap});
   const Attention a = inputs.attention();
   const Tensor lse = std::get<1>(forward().call(a));
   const auto [column_sum, entropy, maximum, argmax] = summaries().call(a, lse);
@@ -95,23 +116,26 @@ TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   m.def(
       "attention_weights(Tensor query, Tensor key, Tensor[] mask_data, str mask='', Tensor? bias=None, "
       "Tensor? sinks=None, float? scale=None, float? softcap=None, Tensor? heads=None, Tensor? rows=None, bool "
-      "average=False) "
-      "-> Tensor");
+      "average=False, "
+      "Tensor? distance_bias=None, Tensor? relative_key=None) -> Tensor");
   m.def(
       "attention_summaries(Tensor query, Tensor key, Tensor[] mask_data, str mask='', Tensor? bias=None, "
-      "Tensor? sinks=None, float? scale=None, float? softcap=None) -> (Tensor column_sum, Tensor entropy, Tensor "
+      "Tensor? sinks=None, float? scale=None, float? softcap=None, Tensor? distance_bias=None, Tensor? "
+      "relative_key=None) -> (Tensor column_sum, Tensor entropy, Tensor "
       "maximum)");
   const auto define = [&](const std::string& name, const std::string& rest) {
     m.def(torch::schema((name + "(" + kSharedSchema + rest).c_str()), {at::Tag::pt2_compliant_tag});
   };
   const std::string chosen = ", Tensor lse, Tensor? heads, Tensor? rows, SymInt queries, bool average";
-  const std::string tangents = ", Tensor? query_t, Tensor? key_t, Tensor? bias_t, Tensor? lse_t";
+  const std::string tangents = ", Tensor? query_t, Tensor? key_t, Tensor? bias_t, Tensor? distance_t, Tensor? lse_t";
   const std::string grads = ", Tensor? grad_column_sum, Tensor? grad_entropy, Tensor? grad_maximum";
   const std::string grads_t = ", Tensor? grad_column_sum_t, Tensor? grad_entropy_t, Tensor? grad_maximum_t";
   const std::string gradients =
-      ", bool[4] needed) -> (Tensor grad_query, Tensor grad_key, Tensor grad_bias, Tensor grad_lse)";
+      ", bool[5] needed) -> (Tensor grad_query, Tensor grad_key, Tensor grad_bias, Tensor grad_distance, Tensor "
+      "grad_lse)";
   const std::string gradients_t =
-      ", bool[4] needed) -> (Tensor grad_query_t, Tensor grad_key_t, Tensor grad_bias_t, Tensor grad_lse_t)";
+      ", bool[5] needed) -> (Tensor grad_query_t, Tensor grad_key_t, Tensor grad_bias_t, Tensor grad_distance_t, "
+      "Tensor grad_lse_t)";
   define("_attention_weights", chosen + ") -> Tensor weights");
   define("_attention_weights_backward", chosen + ", Tensor grad_weights" + gradients);
   define("_attention_weights_jvp", chosen + tangents + ") -> Tensor weights_t");

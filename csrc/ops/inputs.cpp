@@ -2,8 +2,10 @@
 #include "ops/inputs.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/detach.h>
 #include <ATen/ops/narrow.h>
+#include <ATen/ops/new_zeros.h>
 
 #include <algorithm>
 #include <array>
@@ -64,6 +66,7 @@ Inputs::Inputs(const Arguments& a) : op(a.op), mask(a.mask) {
   bring_to_four_dimensions(a);
   check_sizes();
   take_bias_and_sinks(a);
+  take_distance(a);
   take_mask(a);
   take_numbers(a);
 }
@@ -82,8 +85,12 @@ void Inputs::check_types(const Arguments& a) const {
   check_device(op, "query", a.query, a.query);
   check("key", a.key, false);
   if (a.value) check("value", *a.value, false);
-  if (a.bias) check("bias", *a.bias, true);
-  if (a.sinks) check("sinks", *a.sinks, true);
+  const auto check_optional = [&](const char* name, Opt x) {
+    if (x) check(name, *x, true);
+  };
+  check_optional("bias", a.bias), check_optional("distance_bias", a.distance_bias);
+  check_optional("relative_key", a.relative_key), check_optional("relative_value", a.relative_value);
+  check_optional("sinks", a.sinks);
 }
 
 void Inputs::bring_to_four_dimensions(const Arguments& a) {
@@ -129,6 +136,29 @@ void Inputs::take_bias_and_sinks(const Arguments& a) {
   TORCH_CHECK_VALUE(same(a.sinks->sym_size(0), H), op, ": expected sinks length ", H, " as in the heads of query, got ",
                     a.sinks->sym_size(0));
   sinks = a.sinks;
+}
+
+// One table of what is given, [B|1, H|1, Lq + Lk - 1, columns]; zeros stand for a part before one that is.
+void Inputs::take_distance(const Arguments& a) {
+  std::vector<Tensor> parts;
+  if (a.distance_bias) parts.push_back(align(*a.distance_bias, "distance_bias", "BHd", 0).unsqueeze(-1));
+  const auto zeros = [&](const Tensor& like, const c10::SymInt& width) {
+    return like.new_zeros_symint({1, 1, size_of('d', 0), width});
+  };
+  const Opt first = a.relative_key ? a.relative_key : a.relative_value;
+  if (first && parts.empty()) parts.push_back(zeros(*first, 1));
+  if (first)
+    parts.push_back(a.relative_key ? align(*first, "relative_key", "BHdD", 0) : zeros(*first, query.sym_size(3)));
+  if (a.relative_value) parts.push_back(align(*a.relative_value, "relative_value", "BHdV", 0));
+  if (parts.size() > 1) {
+    c10::SymInt batch = 1, heads = 1;
+    for (const Tensor& x : parts) {
+      if (!surely(x.sym_size(0).sym_eq(1))) batch = B;
+      if (!surely(x.sym_size(1).sym_eq(1))) heads = H;
+    }
+    for (Tensor& x : parts) x = x.expand_symint({batch, heads, x.sym_size(2), x.sym_size(3)});
+  }
+  if (!parts.empty()) distance = parts.size() == 1 ? parts[0] : at::cat(parts, -1);
 }
 
 void Inputs::take_numbers(const Arguments& a) {

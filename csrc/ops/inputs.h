@@ -12,7 +12,7 @@ struct Arguments {
   const char* op;
   In query, key;
   const Tensor* value;
-  Opt bias, sinks;
+  Opt bias, distance_bias, relative_key, relative_value, sinks;
   at::TensorList mask_data;
   std::string_view mask;
   std::optional<double> scale, softcap;
@@ -24,7 +24,7 @@ class Inputs {
 
   // `value` of the private operators; of width 0 where the user gives none, so that it costs nothing.
   Attention attention(double dropout_p = 0, Opt seed = kNone) const {
-    return {query, key, value, bias, sinks, mask_data, mask, scale, softcap, dropout_p, seed};
+    return {query, key, value, bias, distance, sinks, mask_data, mask, scale, softcap, dropout_p, seed};
   }
 
   // Splits the batch of a result again into the dimensions the user has before the heads, if any.
@@ -37,7 +37,7 @@ class Inputs {
   std::vector<c10::SymInt> leading;  // sizes before the heads; one of size 1 where the user has none
   Tensor query, key, value;          // [B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]
   c10::SymInt B, H, Hkv, Lq, Lk;
-  OptionalTensor bias, sinks;
+  OptionalTensor bias, distance, sinks;
   std::vector<Tensor> mask_data;
   std::string_view mask;
   double scale, softcap;
@@ -47,6 +47,7 @@ class Inputs {
   void bring_to_four_dimensions(const Arguments& a);
   void check_sizes() const;
   void take_bias_and_sinks(const Arguments& a);
+  void take_distance(const Arguments& a);
   void take_mask(const Arguments& a);
   void take_numbers(const Arguments& a);
   Tensor fold_leading(Tensor x, const std::string& name, size_t axes) const;

@@ -39,6 +39,12 @@ std::string_view axis_name(char axis) {
       return "Lk";
     case 'L':
       return "L";
+    case 'd':
+      return "Lq + Lk - 1";
+    case 'D':
+      return "D";
+    case 'V':
+      return "Dv";
     case 'r':
       return "row blocks";
     case 'c':
@@ -49,8 +55,9 @@ std::string_view axis_name(char axis) {
 
 // With one of B and H left out, the other could be meant.
 void check_no_guess(const char* op, const std::string& name, const Tensor& x, std::string_view axes) {
-  if (axes != "BHqk" && axes != "BHq") return;
-  const char* rest = axes == "BHq" ? "Lq" : "Lq, Lk";
+  if (!axes.starts_with("BH")) return;
+  std::string rest;
+  for (const char axis : axes.substr(2)) rest += (rest.empty() ? "" : ", ") + std::string(axis_name(axis));
   TORCH_CHECK_VALUE(x.dim() + 1 != static_cast<int64_t>(axes.size()), op, ": expected ", name, " with ", axes.size(),
                     " dimensions, [B, 1, ", rest, "] or [1, H, ", rest, "], got ", x.dim());
 }
@@ -90,6 +97,12 @@ c10::SymInt Inputs::size_of(char axis, int64_t block) const {
       return (Lq + (block - 1)) / block;
     case 'c':
       return (Lk + (block - 1)) / block;
+    case 'd':  // none where there are no pairs
+      return surely(Lq.sym_eq(0)) || surely(Lk.sym_eq(0)) ? c10::SymInt(0) : Lq + Lk - 1;
+    case 'D':
+      return query.sym_size(3);
+    case 'V':
+      return value.sym_size(3);
     default:
       return Lk;  // k, and L, where both are the same
   }

@@ -18,14 +18,18 @@ using Pair = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-using Seven = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Six = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Eight = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The arguments that every attention primitive starts with, checked and normalised. Borrows: it lives for one call.
 struct Attention {
-  const Tensor& query;          // [B, H, Lq, D]
-  const Tensor& key;            // [B, Hkv, Lk, D]
-  const Tensor& value;          // [B, Hkv, Lk, Dv]
-  const OptionalTensor& bias;   // [B|1, H|1, Lq|1, Lk|1]
+  const Tensor& query;         // [B, H, Lq, D]
+  const Tensor& key;           // [B, Hkv, Lk, D]
+  const Tensor& value;         // [B, Hkv, Lk, Dv]
+  const OptionalTensor& bias;  // [B|1, H|1, Lq|1, Lk|1]
+  // What depends on the distance alone, row j - i + Lq - 1 of [B|1, H|1, Lq + Lk - 1, 1 or 1 + D or 1 + D + Dv]: a
+  // bias, then what is added to a key, then what is added to a value.
+  const OptionalTensor& distance;
   const OptionalTensor& sinks;  // [H]
   at::TensorList mask_data;     // each kind of `mask` takes its tensors in turn; axis 0 is the batch, B or 1
   std::string_view mask;        // "causal & padding"; empty: every key is visible
@@ -36,8 +40,9 @@ struct Attention {
 };
 
 inline constexpr const char* kSharedSchema =
-    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor[] mask_data, str mask, float scale, "
-    "float softcap, float dropout_p, Tensor? seed";
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? distance, Tensor? sinks, Tensor[] mask_data, str "
+    "mask, "
+    "float scale, float softcap, float dropout_p, Tensor? seed";
 
 // Adapts a kernel that takes (Attention, extra...) to the flat argument list of the schema.
 template <auto Kernel>
@@ -45,18 +50,20 @@ struct Flat;
 
 template <class Return, class... Extra, Return (*Kernel)(const Attention&, Extra...)>
 struct Flat<Kernel> {
-  static Return call(In query, In key, In value, Opt bias, Opt sinks, at::TensorList mask_data, std::string_view mask,
-                     double scale, double softcap, double dropout_p, Opt seed, Extra... extra) {
-    return Kernel({query, key, value, bias, sinks, mask_data, mask, scale, softcap, dropout_p, seed}, extra...);
+  static Return call(In query, In key, In value, Opt bias, Opt distance, Opt sinks, at::TensorList mask_data,
+                     std::string_view mask, double scale, double softcap, double dropout_p, Opt seed, Extra... extra) {
+    return Kernel({query, key, value, bias, distance, sinks, mask_data, mask, scale, softcap, dropout_p, seed},
+                  extra...);
   }
 };
 
 template <class Return, class... Extra, Return (*Kernel)(c10::DispatchKeySet, const Attention&, Extra...)>
 struct Flat<Kernel> {
-  static Return call(c10::DispatchKeySet keys, In query, In key, In value, Opt bias, Opt sinks,
+  static Return call(c10::DispatchKeySet keys, In query, In key, In value, Opt bias, Opt distance, Opt sinks,
                      at::TensorList mask_data, std::string_view mask, double scale, double softcap, double dropout_p,
                      Opt seed, Extra... extra) {
-    return Kernel(keys, {query, key, value, bias, sinks, mask_data, mask, scale, softcap, dropout_p, seed}, extra...);
+    return Kernel(keys, {query, key, value, bias, distance, sinks, mask_data, mask, scale, softcap, dropout_p, seed},
+                  extra...);
   }
 };
 
@@ -68,17 +75,17 @@ class Primitive {
       : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>()) {}
 
   Return call(const Attention& a, Extra... extra) const {
-    return handle_.call(a.query, a.key, a.value, a.bias, a.sinks, a.mask_data, a.mask, a.scale, a.softcap, a.dropout_p,
-                        a.seed, extra...);
+    return handle_.call(a.query, a.key, a.value, a.bias, a.distance, a.sinks, a.mask_data, a.mask, a.scale, a.softcap,
+                        a.dropout_p, a.seed, extra...);
   }
 
   Return redispatch(c10::DispatchKeySet keys, const Attention& a, Extra... extra) const {
-    return handle_.redispatch(keys, a.query, a.key, a.value, a.bias, a.sinks, a.mask_data, a.mask, a.scale, a.softcap,
-                              a.dropout_p, a.seed, extra...);
+    return handle_.redispatch(keys, a.query, a.key, a.value, a.bias, a.distance, a.sinks, a.mask_data, a.mask, a.scale,
+                              a.softcap, a.dropout_p, a.seed, extra...);
   }
 
  private:
-  using Signature = Return(In, In, In, Opt, Opt, at::TensorList, std::string_view, double, double, double, Opt,
+  using Signature = Return(In, In, In, Opt, Opt, Opt, at::TensorList, std::string_view, double, double, double, Opt,
                            Extra...);
   c10::TypedOperatorHandle<Signature> handle_;
 };
@@ -89,24 +96,25 @@ inline const auto& forward() {
   return op;
 }
 
-// (grad_query, grad_key, grad_value, grad_bias, grad_sinks) from out, lse, grad_out, grad_lse, which are needed;
-// one that is not needed is empty [0]. out and lse are caches of the forward, not inputs of their own.
+// (grad_query, grad_key, grad_value, grad_bias, grad_distance, grad_sinks) from out, lse, grad_out, grad_lse, which are
+// needed; one that is not needed is empty [0]. out and lse are caches of the forward, not inputs of their own.
 inline const auto& backward() {
-  static const Primitive<Five, In, In, Opt, Opt, std::array<bool, 5>> op("attention_ops::_attention_backward");
+  static const Primitive<Six, In, In, Opt, Opt, std::array<bool, 6>> op("attention_ops::_attention_backward");
   return op;
 }
 
-// (out_t, lse_t), the tangents of forward, from out, lse and the tangents of query, key, value, bias, sinks
+// (out_t, lse_t), the tangents of forward, from out, lse and the tangents of query, key, value, bias, distance, sinks
 inline const auto& jvp() {
-  static const Primitive<Pair, In, In, Opt, Opt, Opt, Opt, Opt> op("attention_ops::_attention_jvp");
+  static const Primitive<Pair, In, In, Opt, Opt, Opt, Opt, Opt, Opt> op("attention_ops::_attention_jvp");
   return op;
 }
 
-// The tangents of backward and forward together, (grad_query_t, grad_key_t, grad_value_t, grad_bias_t, grad_sinks_t,
-// out_t, lse_t), from out, lse, grad_out, grad_lse, the tangents of query, key, value, bias, sinks, grad_out, grad_lse,
-// and which are needed. Second derivatives are symmetric: it is the gradient of `backward` and of `jvp` too.
+// The tangents of backward and forward together, (grad_query_t, grad_key_t, grad_value_t, grad_bias_t, grad_distance_t,
+// grad_sinks_t, out_t, lse_t), from out, lse, grad_out, grad_lse, the tangents of query, key, value, bias, distance,
+// sinks, grad_out, grad_lse, and which are needed. Second derivatives are symmetric: it is the gradient of `backward`
+// and of `jvp` too.
 inline const auto& double_backward() {
-  static const Primitive<Seven, In, In, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, std::array<bool, 7>> op(
+  static const Primitive<Eight, In, In, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, std::array<bool, 8>> op(
       "attention_ops::_attention_double_backward");
   return op;
 }
@@ -120,25 +128,26 @@ inline const auto& weights() {
   return op;
 }
 
-// (grad_query, grad_key, grad_bias, grad_lse) from lse, heads, rows, queries, average, grad_weights, which are needed
+// (grad_query, grad_key, grad_bias, grad_distance, grad_lse) from lse, heads, rows, queries, average, grad_weights,
+// which are needed
 inline const auto& weights_backward() {
-  static const Primitive<Four, In, Opt, Opt, c10::SymInt, bool, In, std::array<bool, 4>> op(
+  static const Primitive<Five, In, Opt, Opt, c10::SymInt, bool, In, std::array<bool, 5>> op(
       "attention_ops::_attention_weights_backward");
   return op;
 }
 
-// weights_t, the tangent of weights, from what it takes and the tangents of query, key, bias, lse
+// weights_t, the tangent of weights, from what it takes and the tangents of query, key, bias, distance, lse
 inline const auto& weights_jvp() {
-  static const Primitive<Tensor, In, Opt, Opt, c10::SymInt, bool, Opt, Opt, Opt, Opt> op(
+  static const Primitive<Tensor, In, Opt, Opt, c10::SymInt, bool, Opt, Opt, Opt, Opt, Opt> op(
       "attention_ops::_attention_weights_jvp");
   return op;
 }
 
-// The tangent of weights_backward, (grad_query_t, grad_key_t, grad_bias_t, grad_lse_t), from what it takes, the
-// tangents of query, key, bias, lse, grad_weights, and which are needed
+// The tangent of weights_backward, (grad_query_t, grad_key_t, grad_bias_t, grad_distance_t, grad_lse_t), from what it
+// takes, the tangents of query, key, bias, distance, lse, grad_weights, and which are needed
 inline const auto& weights_double_backward() {
-  static const Primitive<Four, In, Opt, Opt, c10::SymInt, bool, In, Opt, Opt, Opt, Opt, Opt, std::array<bool, 4>> op(
-      "attention_ops::_attention_weights_double_backward");
+  static const Primitive<Five, In, Opt, Opt, c10::SymInt, bool, In, Opt, Opt, Opt, Opt, Opt, Opt, std::array<bool, 5>>
+      op("attention_ops::_attention_weights_double_backward");
   return op;
 }
 
@@ -148,10 +157,10 @@ inline const auto& summaries() {
   return op;
 }
 
-// (grad_query, grad_key, grad_bias, grad_lse) from lse, argmax, grad_column_sum, grad_entropy, grad_maximum, which are
-// needed
+// (grad_query, grad_key, grad_bias, grad_distance, grad_lse) from lse, argmax, grad_column_sum, grad_entropy,
+// grad_maximum, which are needed
 inline const auto& summaries_backward() {
-  static const Primitive<Four, In, In, Opt, Opt, Opt, std::array<bool, 4>> op(
+  static const Primitive<Five, In, In, Opt, Opt, Opt, std::array<bool, 5>> op(
       "attention_ops::_attention_summaries_backward");
   return op;
 }
@@ -159,14 +168,14 @@ inline const auto& summaries_backward() {
 // (column_sum_t, entropy_t, maximum_t), the tangents of summaries, from lse, argmax and the tangents of query, key,
 // bias, lse
 inline const auto& summaries_jvp() {
-  static const Primitive<Three, In, In, Opt, Opt, Opt, Opt> op("attention_ops::_attention_summaries_jvp");
+  static const Primitive<Three, In, In, Opt, Opt, Opt, Opt, Opt> op("attention_ops::_attention_summaries_jvp");
   return op;
 }
 
-// The tangents of summaries_backward from what it takes, the tangents of query, key, bias, lse, grad_column_sum,
-// grad_entropy, grad_maximum, and which are needed
+// The tangents of summaries_backward from what it takes, the tangents of query, key, bias, distance, lse,
+// grad_column_sum, grad_entropy, grad_maximum, and which are needed
 inline const auto& summaries_double_backward() {
-  static const Primitive<Four, In, In, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, std::array<bool, 4>> op(
+  static const Primitive<Five, In, In, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, Opt, std::array<bool, 5>> op(
       "attention_ops::_attention_summaries_double_backward");
   return op;
 }

@@ -108,7 +108,7 @@ struct Mapped {
   bool gives_gradients() const { return has("needed"); }
   bool returns(size_t i, std::string_view name) const { return op.schema().returns()[i].name().starts_with(name); }
   bool gives_grad_sinks() const {
-    constexpr size_t kSinks = 4;  // of the results, and of those that are needed
+    constexpr size_t kSinks = 5;  // of the results, and of those that are needed
     return is_given("sinks") && op.schema().returns().size() > kSinks && returns(kSinks, "grad_sinks") &&
            at("needed").toBoolList().get(kSinks);
   }
@@ -158,7 +158,9 @@ std::vector<Tensor> fold_into_batch(const Mapped<Kind>& mapped) {
   const Level& level = mapped.level;
   const c10::SymInt B = mapped.at("query").toTensor().sym_size(0);
   const size_t seed = mapped.position("seed");
-  const bool sums_batch = mapped.is_given("bias") && mapped.at("bias").toTensor().sym_size(0) != B;
+  const auto sums_batch = [&](const char* name) {
+    return mapped.is_given(name) && mapped.at(name).toTensor().sym_size(0) != B;
+  };
   const auto is_one_of = [&](size_t i, std::initializer_list<std::string_view> names) {
     return std::ranges::find(names, mapped.op.schema().arguments()[i].name()) != names.end();
   };
@@ -169,7 +171,7 @@ std::vector<Tensor> fold_into_batch(const Mapped<Kind>& mapped) {
     // What every sample shares broadcasts as it is, unless its gradient has to come out per sample.
     const bool is_shared = Kind::innermost(x).number != level.number && x.sym_size(0) == 1;
     if (is_shared && is_one_of(i, {"mask_data"})) return x;
-    if (is_shared && is_one_of(i, {"bias", "bias_t"}) && !mapped.gives_gradients()) return x;
+    if (is_shared && is_one_of(i, {"bias", "bias_t", "distance", "distance_t"}) && !mapped.gives_gradients()) return x;
     const Tensor unwrapped = Kind::unwrap(x, level);
     return fold(i == seed && x.dim() == 1 ? number_rows(unwrapped, level.N, B) : unwrapped, level.N, B);
   });
@@ -178,7 +180,9 @@ std::vector<Tensor> fold_into_batch(const Mapped<Kind>& mapped) {
   for (size_t i = 0; i < results.size(); ++i) {
     if (results[i].dim() == 1) continue;  // a gradient that was not asked for
     Tensor split = results[i].unflatten_symint(0, {level.N, B});
-    if (mapped.returns(i, "grad_bias") && sums_batch) split = split.sum(1, /*keepdim=*/true);
+    if ((mapped.returns(i, "grad_bias") && sums_batch("bias")) ||
+        (mapped.returns(i, "grad_distance") && sums_batch("distance")))
+      split = split.sum(1, /*keepdim=*/true);
     results[i] = Kind::wrap(split, level);
   }
   return results;

@@ -107,13 +107,14 @@ class Trial {
     if (draw(0, 2) == 0) p_.softcap = T(2);
     if (draw(0, 1)) p_.sinks = sinks_.get();
     if (draw(0, 1)) add_bias();
+    if (draw(0, 1)) add_distance();
   }
 
   bool run() {
     forward();
     bool right = agrees();
     if constexpr (std::is_same_v<T, E>)
-      if (is_decode(s_.H, s_.Hkv, s_.Lq)) {
+      if (is_decode(s_.H, s_.Hkv, s_.Lq) && !p_.distance.has_keys) {
         right &= decode<T>();
         if constexpr (sizeof(T) == 4) right &= decode<Float16>() && decode<BFloat16>();
       }
@@ -122,7 +123,7 @@ class Trial {
     backward();
     if constexpr (std::is_same_v<T, E>) {
       second();
-      p_.dropout = {}, p_.value_width = 0;
+      p_.dropout = {}, p_.value_width = 0, p_.distance.has_values = false;
       weights();
       summaries();
     }
@@ -163,6 +164,18 @@ class Trial {
     }
     bias_ = normal<T>(count), grad_bias_ = array_of<T>(count);
     p_.bias = tensor4(bias_.get(), sizes), grad_bias_view_ = tensor4(grad_bias_.get(), sizes);
+  }
+
+  // A bias alone, or rows beside keys too, or beside keys and values.
+  void add_distance() {
+    const Index parts = std::is_same_v<T, E> ? draw(0, 2) : 0, rows = std::max<Index>(s_.Lq + s_.Lk - 1, 0);
+    columns_ = 1 + (parts > 0 ? s_.D : 0) + (parts > 1 ? s_.Dv : 0);
+    const bool shared = draw(0, 1);
+    const Index count = (shared ? 1 : s_.B * s_.H) * rows * columns_;
+    distance_ = normal<T>(count), grad_distance_ = array_of<T>(count);
+    p_.distance.rows = {distance_.get(), shared ? 0 : s_.H * rows * columns_, shared ? 0 : rows * columns_, columns_};
+    p_.distance.has_keys = parts > 0, p_.distance.has_values = parts > 1, p_.distance.is_finite = draw(0, 1);
+    grad_distance_view_ = {grad_distance_.get(), shared ? 1 : s_.B, shared ? 1 : s_.H};
   }
 
   void forward() {
@@ -207,6 +220,7 @@ class Trial {
     if (draw(0, 3)) along.k = rows<const T>(k_dot_.get(), s_.Hkv, s_.Lk, s_.D);
     if (draw(0, 3)) along.v = rows<const T>(v_dot_.get(), s_.Hkv, s_.Lk, s_.Dv);
     if (p_.bias.defined() && draw(0, 3)) along.bias = p_.bias, along.bias.data = grad_bias_.get();
+    if (p_.distance.defined() && draw(0, 3)) along.distance = p_.distance;
     if (p_.sinks && draw(0, 3)) along.sinks = sinks_.get();
     return along;
   }
@@ -267,6 +281,7 @@ class Trial {
     if (draw(0, 3)) result.grad_query = rows<E>(grad_q_.get(), s_.H, s_.Lq, s_.D);
     if (draw(0, 3)) result.grad_key = rows<E>(grad_k_.get(), s_.Hkv, s_.Lk, s_.D);
     if (p_.bias.defined() && draw(0, 3)) result.grad_bias = grad_bias_view_;
+    if (p_.distance.defined() && draw(0, 3)) result.grad_distance = grad_distance_view_;
     return result;
   }
 
@@ -281,9 +296,12 @@ class Trial {
     const Tensor4& x = p_.bias;
     const E *q = p_.q.at(b, h) + i * p_.q.row_stride, *k = p_.k.at(b, h / p_.group()) + j * p_.k.row_stride;
     double s = 0;
-    for (Index d = 0; d < s_.D; ++d) s += double(q[d]) * double(k[d]);
+    const T* row = p_.distance.defined() ? p_.distance.row(b, h, j - i + s_.Lq - 1) : nullptr;
+    for (Index d = 0; d < s_.D; ++d)
+      s += double(q[d]) * (double(k[d]) + (p_.distance.has_keys ? double(row[1 + d]) : 0.0));
     s *= double(p_.scale);
     if (p_.softcap > 0) s = double(p_.softcap) * std::tanh(s / double(p_.softcap));
+    if (row) s += double(row[0]);
     if (!x.defined()) return s;
     return s + double(bias_[b * x.strides[0] + h * x.strides[1] + i * x.strides[2] + j * x.strides[3]]);
   }
@@ -301,7 +319,9 @@ class Trial {
       if (mask.cover(one) == Cover::none || !visible) continue;
       const double p = std::exp(score(b, h, i, j));
       total += p;
-      for (Index d = 0; d < s_.Dv; ++d) sums[d] += p * double(p_.v.at(b, h / p_.group())[j * p_.v.row_stride + d]);
+      const T* added = p_.distance.has_values ? p_.distance.row(b, h, j - i + s_.Lq - 1) + 1 + s_.D : nullptr;
+      for (Index d = 0; d < s_.Dv; ++d)
+        sums[d] += p * (double(p_.v.at(b, h / p_.group())[j * p_.v.row_stride + d]) + (added ? double(added[d]) : 0.0));
     }
     const Index row = (b * s_.H + h) * s_.Lq + i;
     bool right = total == 0 ? std::isinf(lse_[row]) : std::abs(double(lse_[row]) - std::log(total)) < 1e-3;
@@ -323,7 +343,9 @@ class Trial {
   Problem<T, E> p_;
   Index all_rows_ = s_.B * s_.H * s_.Lq, all_keys_ = s_.B * s_.Hkv * s_.Lk, all_pairs_ = all_rows_ * s_.Lk;
   Array<E> q_ = normal<E>(all_rows_ * s_.D), k_ = normal<E>(padded_size(s_.D)), v_ = normal<E>(padded_size(s_.Dv));
-  Array<T> sinks_ = normal<T>(s_.H), bias_, grad_bias_;
+  Array<T> sinks_ = normal<T>(s_.H), bias_, grad_bias_, distance_, grad_distance_;
+  Index columns_ = 0;  // of distance_
+  DistanceGradient<T> grad_distance_view_;
   Tensor4 grad_bias_view_;
   Array<E> out_ = array_of<E>(all_rows_ * s_.Dv), grad_out_ = normal<E>(all_rows_ * s_.Dv);
   Array<E> grad_q_ = array_of<E>(all_rows_ * s_.D), grad_k_ = array_of<E>(all_keys_ * s_.D);

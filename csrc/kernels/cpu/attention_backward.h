@@ -1,5 +1,6 @@
 // Backward, tile by tile from lse: p = exp(s - lse), dp from a source (weight_gradient.h), delta = sum_j p dp -
-// grad_lse, ds = p (dp - delta), then dv += p' do, dk += ds' q, dq += ds k, grad_bias += ds. Three passes: rows are
+// grad_lse, ds = p (dp - delta), then dv += p' do, dk += ds' q, dq += ds k, grad_bias += ds, and the
+// same by distance. Three passes: rows are
 // prepared, tiles are accumulated by tasks that own their keys, partial sums are added in a fixed order. No atomics.
 //
 // A second derivative is the tangent of all that (tangents.h), for which the results then stand:
@@ -10,6 +11,7 @@
 #include <cmath>
 
 #include "kernels/cpu/backward_bias.h"
+#include "kernels/cpu/backward_distance.h"
 #include "kernels/cpu/backward_plan.h"
 #include "kernels/cpu/key_columns.h"
 #include "kernels/cpu/weight_gradient.h"
@@ -40,10 +42,12 @@ class AttentionBackward {
         source_(source),
         plan_(problem, result, Panels::number(problem.queries)),
         bias_(problem, result, plan_),
+        distance_(problem, result.grad_distance, plan_),
         columns_(problem.k, problem.batch, problem.key_heads, problem.keys, problem.width),
         memory_(shared_bytes()) {
     Pieces pieces(&memory_);
     shared_.take(pieces, p_, result_, plan_, source_.has_values(), along_);
+    distance_.take(pieces);
     if (shared_.bias_sums) bias_.use_sums(shared_.bias_sums);
   }
 
@@ -81,6 +85,7 @@ class AttentionBackward {
     T *p, *ds;
     Matrices<const E> q, k, grad_out;
     const Rows& rows;
+    const DistanceTable<T>& distance;
   };
   struct RowTerms {
     T delta = 0, delta_dot = 0, lse_dot = 0;
@@ -104,6 +109,7 @@ class AttentionBackward {
     BackwardShared<T, E, kWidth> shared;
     Pieces count;
     shared.take(count, p_, result_, plan_, source_.has_values(), along_);
+    BackwardDistance<T, E>(p_, result_.grad_distance, plan_).take(count);
     return count.bytes;
   }
 
@@ -175,6 +181,8 @@ class AttentionBackward {
                 const Panels& panel, Index number) const;
   void add_visible(const Term& term, const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,
                    const Panels& panel, Index row) const;
+  void add_by_distance(const Term& term, const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,
+                       const Panels& panel, Index number) const;
   template <int NV>
   void add_to_keys(T* out, const Scratch& w, const T* a, const PaddedRows<E>& b, Index width, const Span& span,
                    int rows) const;
@@ -197,6 +205,7 @@ class AttentionBackward {
   const Source& source_;
   BackwardPlan plan_;
   BackwardBias<T, kWidth> bias_;
+  BackwardDistance<T, E> distance_;
   BackwardShared<T, E, kWidth> shared_;
   KeyColumns<E> columns_;
   Arena memory_;

@@ -12,11 +12,13 @@ void AttentionBackward<T, E>::compute(Run&& in_parallel) const {
   if (is_local()) {
     in_parallel(plan_.tasks(), pairs, std::max(prepare_bytes(), scratch_bytes()),
                 [&](Index task, Arena& arena) { run_owner(task, arena); });
-    return in_parallel(Index(1), 0.0, size_t(0), [&](Index, Arena&) { finish_shared(); });
+    in_parallel(Index(1), 0.0, size_t(0), [&](Index, Arena&) { finish_shared(); });
+    return in_parallel(distance_.finish_tasks(), rows, size_t(0), [&](Index task, Arena&) { distance_.finish(task); });
   }
   in_parallel(prepare_tasks(), rows, prepare_bytes(), [&](Index task, Arena& arena) { prepare(task, arena); });
   in_parallel(plan_.tasks(), pairs, scratch_bytes(), [&](Index task, Arena& arena) { run(task, arena); });
   in_parallel(finish_tasks(), rows, size_t(0), [&](Index task, Arena&) { finish(task); });
+  in_parallel(distance_.finish_tasks(), rows, size_t(0), [&](Index task, Arena&) { distance_.finish(task); });
 }
 
 template <class T, class E>
@@ -77,6 +79,7 @@ void AttentionBackward<T, E>::prepare(Index task, Arena& arena) const {
   }
   if (shared_.sink_sums) shared_.sink_sums[task] = sink_sum;
   if (task == 0) bias_.clear_sums();
+  if (number == 0) distance_.clear(site.b, site.h);
   for (Index g = 0; g < plan_.key_groups; ++g) summed(g, row) = false;
 }
 

@@ -29,6 +29,9 @@ void AttentionBackward<T, E>::run_tile(const Work& work, const Block& block, Scr
   score_gradient(w, row, panel.count);
   const T* ds = along_ ? w.dp_dot : w.dp;
   add_bias(ds);
+  if (distance_.on())
+    distance_.add_bias(distance_.sums(work.key_group, work.query_group, site.b, site.h), w.tile, ds, panel, block.key,
+                       block.keys);
   if (shared_.row_sums) {
     T* sums = row_sums(work.key_group, row);
     each_vector<T, kWidth>(w.tile, [&](Index n, int lane) { store(sums + lane, load(sums + lane) + load(ds + n)); });
@@ -87,12 +90,21 @@ void AttentionBackward<T, E>::fill_gradients(const Block& block, Scratch& w, con
                         panel.count, block.keys, values(p_.v), do_panel(shared_.rows, row),
                         w.log2_p,    w.tile};
   source_.fill(w.dp, at);
+  const auto add_rows = [&](T* to, const DistanceTable<T>& table, const E* panel_t) {
+    if constexpr (kTwice)
+      for (int n = 0; panel_t && table.defined() && n < w.tile.number_of_spans; ++n)
+        multiply_by_distance<true>(to, w.tile, w.tile.spans[n], table, 1 + p_.width, panel_t, p_.value_width, site,
+                                   panel, block.key);
+  };
+  const bool has_rows = p_.distance.has_values && source_.has_values();
+  if (has_rows) add_rows(w.dp, p_.distance, at.do_t);
   if constexpr (kTwice)
     if (along_) {
       if (along_->of.v.data) at.v_dot = values(along_->of.v);
       at.do_dot_t = do_panel(shared_.rows_dot, row);
       at.log_p_dot = w.dot.s;
       source_.fill_tangent(w.dp_dot, at);
+      if (has_rows) add_rows(w.dp_dot, p_.distance, at.do_dot_t), add_rows(w.dp_dot, along_->of.distance, at.do_t);
     }
   if (!w.keep) return;
   fill_kept(w.keep, site, panel, block.key, block.keys);
@@ -141,18 +153,21 @@ void AttentionBackward<T, E>::add_terms(const Work& work, const Block& block, co
                                         const Panels& panel, Index number) const {
   if constexpr (kTwice)
     if (along_) {
-      add_tile({w.dot.s, w.dp_dot, p_.q, p_.k, in_.grad_out, shared_.rows}, work, block, w, site, panel, number);
+      add_tile({w.dot.s, w.dp_dot, p_.q, p_.k, in_.grad_out, shared_.rows, p_.distance}, work, block, w, site, panel,
+               number);
       const Tangents<T>& along = along_->of;
-      return add_tile({w.tile.s, w.dp, along.q, along.k, along_->grad_out, shared_.rows_dot}, work, block, w, site,
-                      panel, number);
+      return add_tile({w.tile.s, w.dp, along.q, along.k, along_->grad_out, shared_.rows_dot, along.distance}, work,
+                      block, w, site, panel, number);
     }
-  add_tile({w.tile.s, w.dp, p_.q, p_.k, in_.grad_out, shared_.rows}, work, block, w, site, panel, number);
+  add_tile({w.tile.s, w.dp, p_.q, p_.k, in_.grad_out, shared_.rows, p_.distance}, work, block, w, site, panel, number);
 }
 
 template <class T, class E>
 void AttentionBackward<T, E>::add_tile(const Term& term, const Work& work, const Block& block, const Scratch& w,
                                        const Site<T, E>& site, const Panels& panel, Index number) const {
   const Index row = row_of(site.b, site.h, number);
+  if constexpr (kTwice)
+    if (p_.distance.has_keys) add_by_distance(term, work, block, w, site, panel, number);
   // Masked places may hold anything: where a row of the tile is not finite, only visible pairs are multiplied.
   const bool finite = block.finite && shared_.finite[row / kWidth];
   if (!finite && (kPaired<E> || w.tile.cover != Cover::all)) {
@@ -171,6 +186,38 @@ void AttentionBackward<T, E>::add_tile(const Term& term, const Work& work, const
                            panel.count);
     if (shared_.dq_t && term.k.data)
       add_to_queries<vectors>(dq_panel(work.key_group, row), w, term, site, block.key, span);
+  });
+}
+
+// dq += dx a, da += dx' q, db += p' do
+template <class T, class E>
+void AttentionBackward<T, E>::add_by_distance(const Term& term, const Work& work, const Block& block, const Scratch& w,
+                                              const Site<T, E>& site, const Panels& panel, Index number) const {
+  const Index row = row_of(site.b, site.h, number);
+  const auto sums = distance_.sums(work.key_group, work.query_group, site.b, site.h);
+  const bool clean = shared_.finite[row / kWidth];
+  const auto rows_from = [&](const E* padded_rows, const Matrices<const E>& natural, Index width, int lane) {
+    const PaddedRows<E> all = rows_of(padded_rows, natural, site.b, site.h, number, width);
+    return PaddedRows<E>{all.data + lane * all.stride, all.stride};
+  };
+  const bool of_query = distance_.on() && term.q.data, of_out = distance_.on() && term.grad_out.data;
+  each_span(w.tile, [&](auto, const Span& span) {
+    each_skew_block(span, term.distance.defined() ? term.distance : p_.distance, 1, site, panel, block.key,
+                    [&](Index n, int lane, const SkewBlock& part, const PaddedRows<T>& rows) {
+                      const Skew<T>& skew = w.tile.skew;
+                      const bool to_query = shared_.dq_t && term.distance.defined();
+                      if (to_query || of_query) skew.spread(term.ds + n, kWidth, part);
+                      if (to_query)
+                        skew.add_to_queries(dq_panel(work.key_group, row) + lane, kWidth, rows, p_.width,
+                                            term.distance.is_finite, part);
+                      if (of_query)
+                        distance_.add_rows(sums, false, skew, part, rows_from(term.rows.q_rows, term.q, p_.width, lane),
+                                           clean);
+                      if (!p_.distance.has_values || !of_out) return;
+                      skew.spread(term.p + n, kWidth, part);
+                      distance_.add_rows(sums, true, skew, part,
+                                         rows_from(term.rows.do_rows, term.grad_out, p_.value_width, lane), clean);
+                    });
   });
 }
 

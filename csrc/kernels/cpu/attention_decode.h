@@ -198,18 +198,19 @@ void AttentionDecode<E>::fill_visible(Scratch& w, const Rows& rows, Index key, i
 template <class E>
 template <int R>
 void AttentionDecode<E>::fill_bias(Scratch& w, const Rows& rows, Index key, int keys) const {
-  const Tensor4& bias = p_.bias;
   std::fill_n(w.tile.bias, kTileKeys * R, T(0));
   for (size_t r = 0; r < rows.size(); ++r) {
-    const Index row = rows[r].site.b * bias.strides[0] + rows[r].site.h * bias.strides[1] +
-                      rows[r].query * bias.strides[2] + key * bias.strides[3];
-    with_element(bias.element, [&]<class B>(B*) {
+    const auto add = [&]<class B>(const B* from, Index stride) {
       for (int k = 0; k < keys; k += kStep)
-        store(w.column + k,
-              scaled_bias<T>(read_elements<T>(static_cast<const B*>(bias.data) + row + k * bias.strides[3],
-                                              bias.strides[3], std::min(kStep, keys - k))));
-    });
-    for (int k = 0; k < keys; ++k) w.tile.bias[k * R + r] = w.column[k];
+        store(w.column + k, scaled_bias<T>(read_elements<T>(from + k * stride, stride, std::min(kStep, keys - k))));
+      for (int k = 0; k < keys; ++k) w.tile.bias[k * R + r] += w.column[k];
+    };
+    const Index b = rows[r].site.b, h = rows[r].site.h, i = rows[r].query;
+    const Tensor4& x = p_.bias;
+    const Index first = b * x.strides[0] + h * x.strides[1] + i * x.strides[2] + key * x.strides[3];
+    if (x.defined())
+      with_element(x.element, [&]<class B>(B*) { add(static_cast<const B*>(x.data) + first, x.strides[3]); });
+    if (p_.distance.defined()) add(p_.distance.row(b, h, key - i + p_.queries - 1), p_.distance.rows.row_stride);
   }
 }
 
@@ -237,7 +238,7 @@ void AttentionDecode<E>::compute_scores(Scratch& w, const StoredRows<E>& k, int 
   w.tile.spans[0] = {0, int(vectors), 0, 1};
   if (p_.softcap > 0)
     apply_softcap<T, kStep>(w.tile, p_, w.tile.spans[0]);
-  else if (p_.bias.defined())
+  else if (p_.adds())
     each_vector<T, kStep>(w.tile,
                           [&](Index n, int) { store(w.tile.s + n, load(w.tile.s + n) + load(w.tile.bias + n)); });
   if (w.tile.cover == Cover::some)
@@ -307,8 +308,10 @@ template <int R>
 void AttentionDecode<E>::run_tile(Scratch& w, Sums& sums, const Rows& rows, Index key, int keys) const {
   visited_tiles.fetch_add(1, std::memory_order_relaxed);
   if (w.tile.cover == Cover::some) fill_visible<R>(w, rows, key, keys);
-  if (p_.bias.defined()) {
+  w.tile.added = nullptr;
+  if (p_.adds()) {
     fill_bias<R>(w, rows, key, keys);
+    w.tile.added = w.tile.bias, w.tile.added_stride = kStep;
     hide_infinite_bias<T, R>(w.tile, keys);
   }
   if (p_.dropout.on()) fill_kept<R>(w, rows, key);

@@ -110,7 +110,16 @@ class AttentionForward {
         part.add_columns(values_.at(site.b, site.h / p_.group(), key), w.rounded, rounded, p_.value_width, span);
       else if (clean)
         add_to_lanes<kWidth, vectors>(part.o_t, rows, p_.v.row_stride, part.s, p_.value_width, span.keys);
+      if constexpr (std::is_same_v<T, E>) add_by_distance(w, site, panel, key, span);
     });
+  }
+
+  // o += p b
+  void add_by_distance(const Scratch& w, const Site<T, E>& site, const Panels& panel, Index key,
+                       const Span& span) const {
+    if (p_.distance.has_values)
+      add_to_queries_by_distance(w.o_t, w.tile.s, w.tile, span, p_.distance, 1 + p_.width, p_.value_width, site, panel,
+                                 key);
   }
 
   // Whether products may take the tile's values as they are.
@@ -152,7 +161,7 @@ class AttentionForward {
   bool weigh_pairs(const Scratch& w, const Site<T, E>& site, Index key, const Span& span) const {
     constexpr int kStep = kLanes<T>;
     if (!w.has_maximum || w.tile.cover != Cover::all || span.keys != kTileKeys) return false;
-    if (p_.bias.defined() || p_.softcap > 0 || p_.dropout.on()) return false;
+    if (p_.adds() || p_.softcap > 0 || p_.dropout.on()) return false;
     constexpr int kBlock = 32;  // keys whose scores are still in the first cache when they are weighed
     const int lane = span.vector * kStep;
     const Vec<T> factor = splat(p_.query_factor());

@@ -1,5 +1,5 @@
 // Forward mode, in one pass over the tiles from lse: p = exp(s - lse) and s_dot (tangents.h), then
-//   lse_dot = sum_j p s_dot,  out_dot = sum_j p (s_dot v + v_dot) - lse_dot out
+//   lse_dot = sum_j p s_dot,  out_dot = sum_j p (s_dot (v + b) + v_dot + b_dot) - lse_dot out
 // with the sink in lse_dot, and dropout between p and v. A task is a panel of queries, which lie in lanes.
 #pragma once
 #include "kernels/cpu/lane_products.h"
@@ -92,6 +92,7 @@ class AttentionJvp {
     each_span(w.tile, [&](auto vectors, const Span& span) { move_weights<vectors>(w, span); });
     add_values(w, w.dot.s, p_.v, site, key, keys);
     if (along_.v.data) add_values(w, w.tile.s, along_.v, site, key, keys);
+    if (p_.distance.has_values) add_by_distance(w, site, panel, key);
   }
 
   // tile.s := p
@@ -141,6 +142,16 @@ class AttentionJvp {
       else
         add_visible_to_lanes<kWidth, vectors>(w.o_dot_t + lane, from, values.row_stride, a + n, p_.value_width,
                                               span.keys, w.tile.visible + n);
+    });
+  }
+
+  void add_by_distance(const Scratch& w, const Site<T>& site, const Panels& panel, Index key) const {
+    const auto add = [&](const T* a, const DistanceTable<T>& table, const Span& span) {
+      add_to_queries_by_distance(w.o_dot_t, a, w.tile, span, table, 1 + p_.width, p_.value_width, site, panel, key);
+    };
+    each_span(w.tile, [&](auto, const Span& span) {
+      add(w.dot.s, p_.distance, span);
+      if (along_.distance.defined()) add(w.tile.s, along_.distance, span);
     });
   }
 

@@ -8,11 +8,19 @@
 
 namespace attention_ops {
 
+// Of the whole table, [batches or 1, heads or 1, Lq + Lk - 1, columns].
+template <class T>
+struct DistanceGradient {
+  T* data = nullptr;
+  Index batches = 1, heads = 1;
+};
+
 // What a backward pass writes; a null pointer is a gradient nobody asked for.
 template <class T, class E = T>
 struct BackwardResult {
   Matrices<E> grad_query, grad_key, grad_value;
   Tensor4 grad_bias;
+  DistanceGradient<T> grad_distance;
   T* grad_sinks = nullptr;     // [H]
   T* negative_rows = nullptr;  // [B, H, Lq]: minus the sum of ds over keys
 };

@@ -15,13 +15,27 @@ namespace attention_ops {
 
 constexpr int kTileKeys = 64;  // keys of a tile, in every kernel
 
-// s = softcap(scale q k') + bias where the mask allows, computed in T. Rows are elements of type E next to each other;
-// k and v are readable in whole units of rows and columns (pairs.h), and what is past their columns is zero.
+// Rows that depend on the distance alone, row j - i + Lq - 1: a bias r, then a, which is added to the key, then b,
+// which is added to the value. Not all tables have a and b.
+template <class T>
+struct DistanceTable {
+  Matrices<const T> rows;  // [B, H, Lq + Lk - 1, 1 or 1 + D or 1 + D + Dv]
+  bool has_keys = false, has_values = false;
+  bool is_finite = true;
+
+  bool defined() const { return rows.data; }
+  const T* row(Index b, Index h, Index n) const { return rows.at(b, h) + n * rows.row_stride; }
+};
+
+// s = softcap(scale q (k + a)') + bias + r where the mask allows, computed in T. Rows are elements of type E next to
+// each other; k and v are readable in whole units of rows and columns (pairs.h), and what is past their columns is
+// zero.
 template <class T, class E = T>
 struct Problem {
   Index batch = 0, heads = 0, key_heads = 0, queries = 0, keys = 0, width = 0, value_width = 0;
   Matrices<const E> q, k, v;
   Tensor4 bias;
+  DistanceTable<T> distance;
   const T* sinks = nullptr;  // [H]
   MaskProblem mask;
   const int64_t *true_heads = nullptr, *true_rows = nullptr;  // what the mask calls each head and row
@@ -29,8 +43,12 @@ struct Problem {
   Dropout dropout;
 
   Index group() const { return heads / key_heads; }
+  bool adds() const { return bias.defined() || distance.defined(); }  // to the scores
   double row_operations() const { return 8.0 * batch * heads * queries * (width + value_width); }
-  double pair_operations() const { return 2.0 * batch * heads * queries * keys * (width + value_width + 8); }
+  double pair_operations() const {
+    const Index of_rows = distance.has_keys * width + distance.has_values * value_width;
+    return 2.0 * batch * heads * queries * keys * (width + value_width + of_rows + 8);
+  }
   // Turns products into log2 units, or into units of the softcap.
   T query_factor() const { return softcap > 0 ? scale / softcap : scale * kLog2e<T>; }
 };

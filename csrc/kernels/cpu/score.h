@@ -1,5 +1,6 @@
 // Scores of a tile in log2 units, s[key][query]: product, softcap, bias, mask. Every pass computes them here.
 #pragma once
+#include "kernels/cpu/distance.h"
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/problem.h"
 #include "kernels/cpu/rows.h"
@@ -17,7 +18,12 @@ constexpr int kSpanKeys = 16;  // the finest step of a span
 template <class T>
 struct ScoreTile {
   T* s = nullptr;
-  T* bias = nullptr;              // where the problem has one
+  T* bias = nullptr;         // where the problem has one, or one by distance
+  T* by_distance = nullptr;  // [kTileKeys + panel width]: those of a tile, the farthest key of the first query last
+  const T* added = nullptr;  // to the products of key k, in lanes, at k * added_stride; null: nothing
+  Index added_stride = 0;
+  T* relative = nullptr;  // q a', where the problem has such rows
+  Skew<T> skew;
   T* tanh = nullptr;              // of products / softcap, for derivatives; 0 where masked
   LaneInt<T>* visible = nullptr;  // valid within the spans where the tile's cover is `some`
   LaneInt<T>* spare = nullptr;
@@ -25,14 +31,23 @@ struct ScoreTile {
   int number_of_spans = 0;
   Span spans[kTileKeys / kSpanKeys];
 
+  // What is added to element n.
+  template <int Width>
+  const T* added_at(Index n) const {
+    return added + n / Width * added_stride + n % Width;
+  }
+
   template <class E>
   void take(Pieces& pieces, const Problem<T, E>& p, int width, bool derivatives) {
     const Index size = Index(kTileKeys) * width;
     const int operands = p.mask.spec->depth();
     pieces(s, size);
-    if (operands > 0 || p.bias.defined()) pieces(visible, size);
+    if (operands > 0 || p.adds()) pieces(visible, size);
     if (operands > 1) pieces(spare, size * (operands - 1));
-    if (p.bias.defined()) pieces(bias, size);
+    if (p.adds()) pieces(bias, size);
+    if (p.distance.defined()) pieces(by_distance, kTileKeys + width);
+    if (p.distance.has_keys) pieces(relative, size);
+    if (p.distance.has_keys || p.distance.has_values) skew.take(pieces);
     if (derivatives && p.softcap > 0) pieces(tanh, size);
   }
 };
@@ -89,6 +104,94 @@ void hide_infinite_bias(ScoreTile<T>& tile, int keys) {
     store_lanes<T>(tile.visible + n, load_lanes<T>(tile.visible + n) & ~(load(tile.bias + n) == splat(-kInfinity<T>)));
 }
 
+// out[lane - key + keys - 1] = map(row[0]) of the pairs of a tile.
+template <class T, class E, class Map>
+void load_by_distance(T* out, const DistanceTable<T>& table, const Site<T, E>& site, const Panel<T, E>& panel,
+                      Index key, int keys, Map&& map) {
+  constexpr int kWidth = Panel<T, E>::kWidth;
+  const Problem<T, E>& p = site.of;
+  const Index size = keys + kWidth - 1;
+  const T* last = table.row(site.b, site.h, key + keys - 1 - panel.first + p.queries - 1);
+  const Index real = std::min<Index>(size, keys + panel.count - 1);  // lanes past the last query repeat its entry
+  for (Index n = 0; n < size; ++n) out[n] = last[-std::min(n, real - 1) * table.rows.row_stride];
+  for (Index n = 0; n < size; n += kLanes<T>) store(out + n, map(load(out + n)));
+}
+
+// The sum of two biases, of which finite ones stay finite.
+template <class T>
+Vec<T> sum_of_biases(Vec<T> a, Vec<T> b) {
+  const Vec<T> limit = splat(std::numeric_limits<T>::max()), sum = a + b;
+  const Vec<T> low = sum < -limit ? -limit : sum, clamped = low > limit ? limit : low;
+  return (a >= -limit) & (a <= limit) & (b >= -limit) & (b <= limit) ? clamped : sum;
+}
+
+// What is added to the tile's products: a dense bias, one by distance, which is read as it lies, or their sum.
+template <class T, class E>
+void find_added(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel, Index key, int keys) {
+  constexpr int kWidth = Panel<T, E>::kWidth;
+  const Problem<T, E>& p = site.of;
+  tile.added = nullptr;
+  if (tile.cover == Cover::none || !p.adds()) return;
+  const T* nearest = tile.by_distance + keys - 1;  // of key 0
+  if (p.distance.defined()) load_by_distance(tile.by_distance, p.distance, site, panel, key, keys, scaled_bias<T>);
+  const auto hides = [](T x) { return x == -kInfinity<T>; };
+  if (!p.bias.defined() && std::none_of(tile.by_distance, tile.by_distance + keys + kWidth - 1, hides)) {
+    tile.added = nearest, tile.added_stride = -1;
+    return;
+  }
+  if (p.bias.defined())
+    load_block<T, kWidth>(tile.bias, p.bias, site.b, site.h, panel.first, panel.count, key, keys, scaled_bias<T>);
+  for (Index n = 0; p.distance.defined() && n < Index(keys) * kWidth; n += kLanes<T>) {
+    const Vec<T> x = load(nearest - n / kWidth + n % kWidth);
+    store(tile.bias + n, p.bias.defined() ? sum_of_biases<T>(load(tile.bias + n), x) : x);
+  }
+  hide_infinite_bias<T, kWidth>(tile, keys);
+  tile.added = tile.bias, tile.added_stride = kWidth;
+}
+
+// One vector of a span, `lane` its first, as a block of the table of distances.
+template <class T, class E>
+SkewBlock skew_block(const Site<T, E>& site, const Panel<T, E>& panel, Index key, const Span& span, int lane) {
+  constexpr int kStep = kLanes<T>;
+  const Index query = panel.first + lane + kStep - 1;
+  return {key + span.key - query + site.of.queries - 1, span.keys, std::min(kStep, panel.count - lane)};
+}
+
+// Calls f(offset of its first element, first lane, block, rows of `table` from column c on) for each vector of a span.
+template <class T, class E, class F>
+void each_skew_block(const Span& span, const DistanceTable<T>& table, Index c, const Site<T, E>& site,
+                     const Panel<T, E>& panel, Index key, F&& f) {
+  for (int lane = span.vector * kLanes<T>; lane < (span.vector + span.vectors) * kLanes<T>; lane += kLanes<T>) {
+    const SkewBlock block = skew_block(site, panel, key, span, lane);
+    f(Index(span.key) * Panel<T, E>::kWidth + lane, lane, block,
+      PaddedRows<T>{table.row(site.b, site.h, block.first + block.skipped()) + c, table.rows.row_stride});
+  }
+}
+
+// out (+)= x rows', for panels x [width, panel width] and the rows of `table` from column c on.
+template <bool Add, class T, class E>
+void multiply_by_distance(T* out, const ScoreTile<T>& tile, const Span& span, const DistanceTable<T>& table, Index c,
+                          const T* x, Index width, const Site<T, E>& site, const Panel<T, E>& panel, Index key) {
+  each_skew_block(span, table, c, site, panel, key,
+                  [&](Index n, int lane, const SkewBlock& block, const PaddedRows<T>& rows) {
+                    tile.skew.template multiply<Add>(out + n, Panel<T, E>::kWidth, rows, x + lane, Panel<T, E>::kWidth,
+                                                     width, block);
+                  });
+}
+
+// out[column][query] += sum_k rows[column] a[k][query], for the rows of `table` from column c on.
+template <class T, class E>
+void add_to_queries_by_distance(T* out, const T* a, const ScoreTile<T>& tile, const Span& span,
+                                const DistanceTable<T>& table, Index c, Index width, const Site<T, E>& site,
+                                const Panel<T, E>& panel, Index key) {
+  constexpr int kWidth = Panel<T, E>::kWidth;
+  each_skew_block(span, table, c, site, panel, key,
+                  [&](Index n, int lane, const SkewBlock& block, const PaddedRows<T>& rows) {
+                    tile.skew.spread(a + n, kWidth, block);
+                    tile.skew.add_to_queries(out + lane, kWidth, rows, width, table.is_finite, block);
+                  });
+}
+
 // Which vectors of queries see any of some keys, as the first and the number; all if every lane sees all.
 template <class T>
 struct LiveVectors {
@@ -140,13 +243,14 @@ void find_cover(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& p
   tile.cover = site.mask.cover(shape);
   if (tile.cover == Cover::some)
     site.mask.template fill<kWidth>(shape, tile.visible, tile.spare, Index(kTileKeys) * kWidth);
-  if (tile.cover != Cover::none && site.of.bias.defined()) {
-    load_block<T, kWidth>(tile.bias, site.of.bias, site.b, site.h, panel.first, panel.count, key, keys, scaled_bias<T>);
-    hide_infinite_bias<T, kWidth>(tile, keys);
-  }
+  find_added(tile, site, panel, key, keys);
   tile.number_of_spans = 1;
   tile.spans[0] = {0, keys, 0, vectors};
   if (tile.cover == Cover::some) find_spans<T, kWidth>(tile, keys, vectors);
+  if constexpr (std::is_same_v<T, E>)
+    for (int n = 0; tile.relative && tile.cover != Cover::none && n < tile.number_of_spans; ++n)
+      multiply_by_distance<false>(tile.relative, tile, tile.spans[n], site.of.distance, 1, panel.q_t, site.of.width,
+                                  site, panel, key);
 }
 
 template <class T, int Width, class E>
@@ -154,20 +258,20 @@ void apply_softcap(const ScoreTile<T>& tile, const Problem<T, E>& p, const Span&
   const Vec<T> unit = splat(p.softcap * kLog2e<T>);
   each_vector<T, Width>(span, [&](Index n, int) {
     const Vec<T> t = tanh<T>(load(tile.s + n));
-    store(tile.s + n, p.bias.defined() ? fma(t, unit, load(tile.bias + n)) : t * unit);
+    store(tile.s + n, tile.added ? fma(t, unit, load(tile.template added_at<Width>(n))) : t * unit);
     if (tile.tanh) store(tile.tanh + n, t);
   });
 }
 
-// Calls use(sum, offset, v) with each vector of query_factor() q k' + bias of one span, while it is in a register.
-// With a softcap the bias comes later.
+// Calls use(sum, offset, v) with each vector of query_factor() q (k + a)' + bias of one span, while it is in a
+// register. With a softcap the bias comes later.
 template <class T, int NV, class F>
 inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& tile, const Site<T>& site,
                                                          const Panel<T>& panel, Index key, const Span& span, F&& use) {
   constexpr int kWidth = Panel<T>::kWidth, kStep = kLanes<T>;
   const Problem<T>& p = site.of;
   const int lane = span.vector * kStep;
-  const T* bias = p.bias.defined() && p.softcap == 0 ? tile.bias : nullptr;
+  const bool adds = tile.added && p.softcap == 0;
   const T* k = site.k + key * p.k.row_stride;
   each_row_tile<kTileRows<NV>>(span.keys, [&](auto rows, Index r) {
     const Index first = span.key + r;
@@ -175,7 +279,8 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
     multiply_rows<T, rows, NV>(acc, k + first * p.k.row_stride, p.k.row_stride, panel.q_t + lane, kWidth, p.width);
     each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) {
       const Index n = (first + i) * kWidth + lane + v * kStep;
-      use(bias ? x + load(bias + n) : x, n, v);
+      if (tile.relative) x += load(tile.relative + n);
+      use(adds ? x + load(tile.added + (first + i) * tile.added_stride + lane + v * kStep) : x, n, v);
     });
   });
 }
@@ -188,14 +293,14 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
   constexpr int kWidth = Panel<T, BFloat16>::kWidth, kStep = kLanes<T>;
   const auto& p = site.of;
   const int lane = span.vector * kStep, first = span.key * kWidth + lane;
-  const T* bias = p.bias.defined() && p.softcap == 0 ? tile.bias : nullptr;
+  const bool adds = tile.added && p.softcap == 0;
   const Vec<T> factor = splat(p.query_factor());
   multiply_pairs<false>(tile.s + first, kWidth, {site.k + (key + span.key) * p.k.row_stride, p.k.row_stride},
                         {panel.q_t + 2 * lane, 2 * kWidth}, span.keys, NV, p.width);
   for (Index n = first; n < first + span.keys * kWidth; n += kWidth)
     for (int v = 0; v < NV * kStep; v += kStep) {
       const Vec<T> x = uncontracted(factor * load(tile.s + n + v));
-      use(bias ? x + load(bias + n + v) : x, n + v, v / kStep);
+      use(adds ? x + load(tile.template added_at<kWidth>(n + v)) : x, n + v, v / kStep);
     }
 }
 

@@ -1,5 +1,5 @@
 // How scores move when the inputs move along their tangents. A dot marks a tangent:
-//   x_dot = scale (q_dot k' + q k_dot'),  s_dot = softcap'(x) x_dot + bias_dot
+//   x_dot = scale (q_dot (k + a)' + q (k_dot + a_dot)'),  s_dot = softcap'(x) x_dot + bias_dot + r_dot
 #pragma once
 #include "kernels/cpu/score.h"
 
@@ -10,6 +10,7 @@ template <class T>
 struct Tangents {
   Matrices<const T> q, k, v;
   Tensor4 bias;
+  DistanceTable<T> distance;
   const T* sinks = nullptr;  // [H]
   const T* lse = nullptr;    // [B, H, Lq], where it is given: to weights, and to backward passes
 };
@@ -20,19 +21,23 @@ template <class T>
 struct TangentTile {
   T* s = nullptr;
   T* bias = nullptr;  // where it moves
-  T* x = nullptr;     // x_dot / softcap, where there is one and a second derivative needs it
+  T* by_distance = nullptr;
+  T* relative = nullptr;  // of q a'
+  T* x = nullptr;         // x_dot / softcap, where there is one and a second derivative needs it
 
   void take(Pieces& pieces, const Problem<T>& p, const Tangents<T>& along, int width, bool second) {
     const Index size = Index(kTileKeys) * width;
     pieces(s, size);
     if (along.bias.defined()) pieces(bias, size);
+    if (along.distance.defined()) pieces(by_distance, kTileKeys + width);
+    if (p.distance.has_keys) pieces(relative, size);
     if (second && p.softcap > 0) pieces(x, size);
   }
 };
 
 template <class T, int NV>
 void span_tangents(const TangentTile<T>& dot, const ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& panel,
-                   const Tangents<T>& along, const T* q_dot_t, Index key, const Span& span) {
+                   const Tangents<T>& along, const T* q_dot_t, Index key, int keys, const Span& span) {
   constexpr int kWidth = Panel<T>::kWidth, kStep = kLanes<T>;
   const Problem<T>& p = site.of;
   const int lane = span.vector * kStep;
@@ -49,13 +54,26 @@ void span_tangents(const TangentTile<T>& dot, const ScoreTile<T>& tile, const Si
                                  p.width);
     each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) {
       const Index n = (span.key + r + i) * kWidth + lane + v * kStep;
+      if (dot.relative) x += load(dot.relative + n);
       Vec<T> s = x * unit;
       if (tile.tanh) s *= splat(T(1)) - load(tile.tanh + n) * load(tile.tanh + n);
       if (dot.bias) s += load(dot.bias + n);
+      if (dot.by_distance) s += load(dot.by_distance + keys - 1 - (span.key + r + i) + lane + v * kStep);
       store(dot.s + n, s);
       if (dot.x) store(dot.x + n, x);
     });
   });
+}
+
+// q_dot a' + q a_dot'
+template <class T>
+void relative_tangents(T* to, const ScoreTile<T>& tile, const Site<T>& site, const Panel<T>& panel,
+                       const Tangents<T>& along, const T* q_dot_t, Index key, const Span& span) {
+  each_vector<T, Panel<T>::kWidth>(span, [&](Index n, int) { store(to + n, Vec<T>{}); });
+  const Index width = site.of.width;
+  if (q_dot_t) multiply_by_distance<true>(to, tile, span, site.of.distance, 1, q_dot_t, width, site, panel, key);
+  if (along.distance.defined())
+    multiply_by_distance<true>(to, tile, span, along.distance, 1, panel.q_t, width, site, panel, key);
 }
 
 // Fills the tangents of a tile whose scores are known; q_dot_t is a panel like q_t.
@@ -65,8 +83,11 @@ void compute_tangents(const TangentTile<T>& dot, const ScoreTile<T>& tile, const
   if (dot.bias)
     load_block<T, Panel<T>::kWidth>(dot.bias, along.bias, site.b, site.h, panel.first, panel.count, key, keys,
                                     [](Vec<T> x) { return x; });
+  if (dot.by_distance)
+    load_by_distance(dot.by_distance, along.distance, site, panel, key, keys, [](Vec<T> x) { return x; });
   each_span(tile, [&](auto vectors, const Span& span) {
-    span_tangents<T, vectors>(dot, tile, site, panel, along, q_dot_t, key, span);
+    if (dot.relative) relative_tangents(dot.relative, tile, site, panel, along, q_dot_t, key, span);
+    span_tangents<T, vectors>(dot, tile, site, panel, along, q_dot_t, key, keys, span);
   });
 }
 

@@ -1,0 +1,125 @@
+// Products with rows that depend on the distance alone (problem.h). Per vector of queries: t[r] = row_r x' is one
+// product, and key k of lane l finds its own at r = k + lanes - 1 - l, so a skew of t gives the tile, and the skew
+// back of a tile gives what the rows are multiplied by.
+#pragma once
+#include "kernels/cpu/gemm.h"
+#include "kernels/cpu/problem.h"
+
+namespace attention_ops {
+
+// Some keys of a tile and one vector of queries.
+struct SkewBlock {
+  Index first;      // row of key 0 in the last lane; below 0 for lanes past the last query
+  int keys, lanes;  // lanes that are queries
+
+  int rows(int step) const { return keys + step - 1; }
+  int skipped() const { return int(std::max<Index>(-first, 0)); }  // rows before the table: nobody is given those
+};
+
+template <class T>
+class Skew {
+ public:
+  static constexpr int kStep = kLanes<T>, kRows = kTileKeys + kStep - 1;
+
+  void take(Pieces& pieces) { pieces(t_, kRows * kStep); }
+
+  // out[k][:] (+)= rows x', x[width][lanes] with `ldx` between columns
+  template <bool Add>
+  void multiply(T* out, Index ldo, const PaddedRows<T>& rows, const T* x, Index ldx, Index width,
+                const SkewBlock& block) const {
+    const int skipped = block.skipped(), count = block.rows(kStep);
+    std::fill_n(t_, skipped * kStep, T(0));
+    multiply_rows_into<1>(t_ + skipped * kStep, kStep, static_cast<const T*>(nullptr), rows.data, rows.stride, x, ldx,
+                          count - skipped, width);
+    int left = count;
+    for (int shift = kStep / 2; shift > 0; shift /= 2) {
+      left -= shift;
+      const Ints<T> moves = lanes_with(shift);
+      const bool last = shift == 1;
+      for (int r = 0; r < left; ++r) {
+        const Vec<T> x = moves ? load(t_ + (r + shift) * kStep) : load(t_ + r * kStep);
+        if (!last)
+          store(t_ + r * kStep, x);
+        else
+          store(out + r * ldo, Add ? load(out + r * ldo) + x : x);
+      }
+    }
+  }
+
+  // Skews a[keys][lanes] back, for the two products below.
+  void spread(const T* a, Index lda, const SkewBlock& block) const {
+    const int count = block.rows(kStep);
+    for (int k = 0; k < block.keys; ++k) store(t_ + k * kStep, load(a + k * lda));
+    std::fill(t_ + block.keys * kStep, t_ + count * kStep, T(0));
+    for (int shift = 1; shift < kStep; shift *= 2) {
+      const Ints<T> moves = lanes_with(shift);
+      for (int r = count - 1; r >= 0; --r) {
+        const Vec<T> from = r >= shift ? load(t_ + (r - shift) * kStep) : Vec<T>{};
+        store(t_ + r * kStep, moves ? from : load(t_ + r * kStep));
+      }
+    }
+  }
+  // out[column][lane] += sum_r rows[r][column] t[r][lane]. Rows that nothing is multiplied by may hold anything, as
+  // masked places may, unless all are known to be `clean`.
+  void add_to_queries(T* out, Index ldo, const PaddedRows<T>& rows, Index width, bool clean,
+                      const SkewBlock& block) const {
+    const int skipped = block.skipped(), count = block.rows(kStep) - skipped;
+    const T* t = t_ + skipped * kStep;
+    if (!clean) return add_nonzero_to_queries(out, ldo, rows, t, width, count);
+    each_row_tile<kTileRows<1>>(width, [&](auto tile_rows, Index c) {
+      Accumulators<T, tile_rows, 1> acc{};
+      multiply_columns<T, tile_rows, 1>(acc, rows.data + c, rows.stride, t, kStep, count);
+      each<T, tile_rows, 1>(acc, [&](Vec<T>& x, int r, int) {
+        T* to = out + (c + r) * ldo;
+        store(to, load(to) + x);
+      });
+    });
+  }
+  // out[r][:] += sum_lane t[r][lane] x[lane][:], rows of whole vectors.
+  void add_to_rows(T* out, Index ldo, const PaddedRows<T>& x, Index width, bool clean, const SkewBlock& block) const {
+    const int skipped = block.skipped(), count = block.rows(kStep) - skipped;
+    const T* t = t_ + skipped * kStep;
+    if (!clean) return add_nonzero_to_rows(out, ldo, x, t, width, count, block.lanes);
+    each_row_tile<kRegisterVectors>(width / kStep, [&](auto vectors, Index column) {
+      each_row_tile<kTileRows<vectors>>(count, [&](auto tile_rows, Index r) {
+        Accumulators<T, tile_rows, vectors> acc{};
+        multiply_rows<T, tile_rows, vectors>(acc, t + r * kStep, kStep, x.data + column * kStep, x.stride, block.lanes);
+        each<T, tile_rows, vectors>(acc, [&](Vec<T>& sum, int i, int n) {
+          T* to = out + (r + i) * ldo + (column + n) * kStep;
+          store(to, load(to) + sum);
+        });
+      });
+    });
+  }
+
+ private:
+  // Lane l is to move by lanes - 1 - l, of which `shift` is one binary digit.
+  static Ints<T> lanes_with(int shift) {
+    alignas(kVectorBytes) LaneInt<T> lanes[kStep];
+    for (int l = 0; l < kStep; ++l) lanes[l] = (kStep - 1 - l) & shift ? -1 : 0;
+    return load_lanes<T>(lanes);
+  }
+
+  static void add_nonzero_to_queries(T* out, Index ldo, const PaddedRows<T>& rows, const T* t, Index width, int count) {
+    for (Index c = 0; c < width; ++c) {
+      Vec<T> acc = load(out + c * ldo);
+      for (int r = 0; r < count; ++r) {
+        const Vec<T> factor = load(t + r * kStep);
+        acc = factor == Vec<T>{} ? acc : fma(splat(rows.data[r * rows.stride + c]), factor, acc);
+      }
+      store(out + c * ldo, acc);
+    }
+  }
+  static void add_nonzero_to_rows(T* out, Index ldo, const PaddedRows<T>& x, const T* t, Index width, int count,
+                                  int lanes) {
+    for (int r = 0; r < count; ++r)
+      for (int l = 0; l < lanes; ++l) {
+        const T factor = t[r * kStep + l];
+        for (Index c = 0; c < width && factor != 0; ++c) out[r * ldo + c] += factor * x.data[l * x.stride + c];
+      }
+  }
+
+  T* t_ = nullptr;  // [kRows, lanes]
+};
+
+}  // namespace attention_ops
