@@ -1,4 +1,4 @@
-"""Positions that are added: sinusoids to inputs, and biases by distance to scores.
+"""Positions that are added: sinusoids to inputs, and to scores, keys and values what depends on the distance.
 
 A *distance bias* [B|1, H|1, Lq + Lk - 1] says what is added to the score of query i and key j by their distance alone,
 
@@ -6,7 +6,8 @@ A *distance bias* [B|1, H|1, Lq + Lk - 1] says what is added to the score of que
 
 which is key minus query when the last query stands at the last key, as in `masks.causal`; so a step with one query and
 a cache of keys needs no offset, and padding on the left changes nothing. `distances` gives d for every entry, each
-scheme here is a function of it, and `expand` turns a distance bias into the dense one that `attention(bias=...)` takes.
+scheme here is a function of it, for `attention(distance_bias=...)`. `expand` turns a distance bias into a dense one.
+Rows by distance [B|1, H|1, Lq + Lk - 1, D], for `relative_key` and `relative_value`, have the same order.
 """
 
 import math
@@ -24,9 +25,11 @@ __all__ = [
     "kerple_log",
     "kerple_power",
     "left_padded",
+    "relative_rows",
     "sinusoidal",
     "t5",
     "t5_buckets",
+    "transformer_xl",
     "window",
     "window_index",
 ]
@@ -169,6 +172,48 @@ def clipped(table: Tensor, queries: int, keys: int) -> Tensor:
     reach = len(table) // 2
     d = distances(queries, keys, device=table.device)
     return table[d.clamp(-reach, reach) + reach].T[None]
+
+
+def relative_rows(table: Tensor, queries: int, keys: int) -> Tensor:
+    """Learned rows by distance [1, H|1, Lq + Lk - 1, D], for keys or for values, from a table [2 reach + 1, D] that all
+    heads share, or [H, 2 reach + 1, D].
+
+    Row n of the table holds d = n - reach; distances beyond share its ends.
+
+    >>> relative_rows(torch.arange(3.0)[:, None], 1, 4).flatten().tolist()
+    [0.0, 0.0, 0.0, 1.0]
+
+    Shaw et al., Self-Attention with Relative Position Representations, 2018, https://arxiv.org/abs/1803.02155.
+    """
+    rows = table.shape[-2]
+    if rows % 2 == 0:
+        raise ValueError(f"relative_rows: expected table with an odd number of rows 2 reach + 1, got {rows}")
+    reach = rows // 2
+    index = distances(queries, keys, device=table.device).clamp(-reach, reach) + reach
+    chosen = table.index_select(-2, index)  # [Lq + Lk - 1, D] or [H, Lq + Lk - 1, D]
+    return chosen[(None,) * (4 - chosen.dim())]
+
+
+def transformer_xl(
+    rows: Tensor, content: Tensor, place: Tensor, *, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Transformer-XL's scores as options of `attention`, from projected rows by distance [H, Lq + Lk - 1, D] and its
+    two biases of queries, u (`content`) and v (`place`), [H, D] each.
+
+        s_ij = scale ((q_i + u) . k_j + (q_i + v) . r_(i - j)),    so with query + u:
+        relative_key = r [1, H, Lq + Lk - 1, D]        distance_bias = scale (v - u) . r [1, H, Lq + Lk - 1]
+
+    Returns:
+        relative_key, distance_bias. Add u [H, 1, D] to the query yourself.
+
+    >>> rows, u, v = torch.randn(2, 5, 4), torch.randn(2, 4), torch.randn(2, 4)
+    >>> [x.shape for x in transformer_xl(rows, u, v)]
+    [torch.Size([1, 2, 5, 4]), torch.Size([1, 2, 5])]
+
+    Dai et al., Transformer-XL, 2019, https://arxiv.org/abs/1901.02860.
+    """
+    scale = 1 / math.sqrt(max(rows.shape[-1], 1)) if scale is None else scale
+    return rows[None], scale * (rows @ (place - content)[..., None])[None, ..., 0]
 
 
 def window_index(height: int, width: int, *, device: torch.device | str | None = None) -> Tensor:

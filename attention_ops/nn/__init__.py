@@ -7,8 +7,10 @@ from .positions import (
     KerpleBias,
     LearnedPositions,
     RotaryEmbedding,
+    ShawPositions,
     SinusoidalPositions,
     T5Bias,
+    TransformerXLPositions,
     WindowBias,
 )
 
@@ -19,7 +21,9 @@ __all__ = [
     "KerpleBias",
     "LearnedPositions",
     "RotaryEmbedding",
+    "ShawPositions",
     "SinusoidalPositions",
     "T5Bias",
+    "TransformerXLPositions",
     "WindowBias",
 ]

@@ -113,7 +113,8 @@ class LearnedPositions(nn.Module):
 
 
 class DistanceBias(nn.Module):
-    """A bias of scores by distance: `distance_bias(Lq, Lk)` is [1, H, Lq + Lk - 1], calling it gives [1, H, Lq, Lk].
+    """A bias of scores by distance: `distance_bias(Lq, Lk)` [1, H, Lq + Lk - 1] is what `attention` takes under that
+    name; calling the module gives the dense bias [1, H, Lq, Lk].
 
     The last query stands at the last key, so one query after a cache needs no offset.
 
@@ -215,6 +216,67 @@ class ClippedBias(DistanceBias):
 
     def distance_bias(self, queries: int, keys: int) -> Tensor:
         return position.clipped(self.table, queries, keys)
+
+
+class ShawPositions(nn.Module):
+    """Shaw's learned rows for each distance up to `reach`, added to keys and, unless told otherwise, to values: options
+    of `attention` for a number of queries and keys. All heads share them.
+
+    >>> from attention_ops import attention
+    >>> shaw, x = ShawPositions(8, reach=3), torch.randn(1, 2, 6, 8)
+    >>> whole = attention(x, x, x, mask="causal", **shaw(6, 6))
+    >>> last = attention(x[:, :, 5:], x, x, mask="causal", **shaw(1, 6))
+    >>> torch.allclose(last, whole[:, :, 5:], atol=1e-6)
+    True
+
+    Shaw et al., Self-Attention with Relative Position Representations, 2018, https://arxiv.org/abs/1803.02155.
+    """
+
+    def __init__(self, width: int, reach: int, *, values: bool = True) -> None:
+        super().__init__()
+        self.key = nn.Parameter(torch.randn(2 * reach + 1, width) * width**-0.5)
+        self.value = nn.Parameter(torch.randn(2 * reach + 1, width) * width**-0.5) if values else None
+
+    def forward(self, queries: int, keys: int) -> dict[str, Tensor]:
+        tables = {"relative_key": self.key, "relative_value": self.value}
+        return {
+            name: position.relative_rows(table, queries, keys) for name, table in tables.items() if table is not None
+        }
+
+
+class TransformerXLPositions(nn.Module):
+    """Transformer-XL's positions: sinusoids of the distance, projected for each head, and two biases of queries.
+
+    Takes a query [B, H, Lq, D] and the number of keys, memory of earlier segments included; gives the query to use and
+    options of `attention`.
+
+    >>> from attention_ops import attention
+    >>> places, x = TransformerXLPositions(2, 8), torch.randn(1, 2, 6, 8)
+    >>> query, options = places(x, 6)
+    >>> whole = attention(query, x, x, mask="causal", **options)
+    >>> query, options = places(x[:, :, 4:], 6)
+    >>> last = attention(query, x, x, mask="causal", **options)
+    >>> torch.allclose(last, whole[:, :, 4:], atol=1e-6)
+    True
+
+    Dai et al., Transformer-XL, 2019, https://arxiv.org/abs/1901.02860.
+    """
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project = nn.Linear(heads * width, heads * width, bias=False)
+        self.content = nn.Parameter(torch.randn(heads, width) * 0.02)
+        self.place = nn.Parameter(torch.randn(heads, width) * 0.02)
+
+    def forward(self, query: Tensor, keys: int, *, scale: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        _check_width("TransformerXLPositions", query, self.content.shape[1])
+        behind = -position.distances(query.shape[-2], keys, device=query.device)
+        weight = self.project.weight
+        waves = position.sinusoidal(behind, weight.shape[1], layout="half", dtype=weight.dtype)
+        rows = self.project(waves).unflatten(-1, (self.heads, -1)).movedim(-2, 0)  # [H, Lq + Lk - 1, D]
+        relative_key, distance_bias = position.transformer_xl(rows, self.content, self.place, scale=scale)
+        return query + self.content[:, None], {"relative_key": relative_key, "distance_bias": distance_bias}
 
 
 class WindowBias(nn.Module):
