@@ -6,7 +6,7 @@ import typing
 import torch
 from torch import Tensor
 
-from . import masks
+from . import masks, rotary
 
 __all__ = [
     "COMPUTE_INTENSIVE_OPS",
@@ -49,6 +49,7 @@ def attention(
     distance_bias: Tensor | None = None,
     relative_key: Tensor | None = None,
     relative_value: Tensor | None = None,
+    rope: rotary.Rope | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, forward and backward in memory linear in the lengths.
 
@@ -79,6 +80,7 @@ def attention(
         distance_bias: [B|1, H|1, Lq + Lk - 1], of query's type or float32; -inf masks its distance.
         relative_key: [B|1, H|1, Lq + Lk - 1, D], of query's type or float32.
         relative_value: [B|1, H|1, Lq + Lk - 1, Dv], of query's type or float32.
+        rope: a `rotary.Rope`, by which query and key are rotated first.
 
     Returns:
         out [B, H, Lq, Dv] in query's type, or (out, lse).
@@ -96,6 +98,7 @@ def attention(
     FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
     _check_tensors("attention", query=query, key=key, value=value)
+    query, key = _rotated("attention", rope, query, key)
     by_distance = {"distance_bias": distance_bias, "relative_key": relative_key, "relative_value": relative_value}
     data, options = _given("attention", mask, scale, softcap, bias=bias, sinks=sinks, **by_distance)
     if dropout_p != 0:
@@ -123,6 +126,7 @@ def attention_weights(
     average: bool = False,
     distance_bias: Tensor | None = None,
     relative_key: Tensor | None = None,
+    rope: rotary.Rope | None = None,
 ) -> Tensor:
     """The attention weights themselves, before dropout, of all or of chosen heads and rows.
 
@@ -131,7 +135,8 @@ def attention_weights(
     Rows sum to 1; to less with a sink, which takes its share, and to 0 where no key is visible.
 
     Args:
-        query, key, bias, mask, sinks, scale, softcap, distance_bias, relative_key: as in `attention`.
+        query, key, bias, mask, sinks, scale, softcap, distance_bias, relative_key, rope: as in
+            `attention`.
         heads: int64 [n], the heads to return, in this order; all if None.
         rows: int64 [n], the queries to return, in this order; all if None.
         average: whether to return the mean over those heads.
@@ -151,6 +156,7 @@ def attention_weights(
     """
     selection = {name: x for name, x in (("heads", heads), ("rows", rows)) if x is not None}
     _check_tensors("attention_weights", query=query, key=key, **selection)
+    query, key = _rotated("attention_weights", rope, query, key)
     by_distance = {"distance_bias": distance_bias, "relative_key": relative_key}
     data, options = _given("attention_weights", mask, scale, softcap, bias=bias, sinks=sinks, **by_distance)
     return OPERATORS.attention_weights(query, key, data, **options, **selection, average=average)
@@ -175,13 +181,15 @@ def attention_summaries(
     softcap: float | None = None,
     distance_bias: Tensor | None = None,
     relative_key: Tensor | None = None,
+    rope: rotary.Rope | None = None,
 ) -> Summaries:
     """Where attention goes and how sharp it is, without the matrix of weights in memory.
 
         column_sum_j = sum_i w_ij        entropy_i = -sum_j w_ij log w_ij        maximum_i = max_j w_ij
 
     Args:
-        query, key, bias, mask, sinks, scale, softcap, distance_bias, relative_key: as in `attention`.
+        query, key, bias, mask, sinks, scale, softcap, distance_bias, relative_key, rope: as in
+            `attention`.
 
     Returns:
         column_sum [B, H, Lk] (coverage), entropy [B, H, Lq] in nats, maximum [B, H, Lq]; in lse's type,
@@ -197,6 +205,7 @@ def attention_summaries(
     Coverage: Tu et al., Modeling Coverage for Neural Machine Translation, 2016, https://arxiv.org/abs/1601.04811.
     """
     _check_tensors("attention_summaries", query=query, key=key)
+    query, key = _rotated("attention_summaries", rope, query, key)
     by_distance = {"distance_bias": distance_bias, "relative_key": relative_key}
     data, options = _given("attention_summaries", mask, scale, softcap, bias=bias, sinks=sinks, **by_distance)
     return Summaries(*OPERATORS.attention_summaries(query, key, data, **options))
@@ -299,6 +308,14 @@ def _check_tensors(operator: str, **arguments: object) -> None:
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{operator}: expected {name} a Tensor, got {type(x).__name__}")
+
+
+def _rotated(operator: str, rope: rotary.Rope | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    if rope is None:
+        return query, key
+    if not isinstance(rope, rotary.Rope):
+        raise TypeError(f"{operator}: expected rope a rotary.Rope, got {type(rope).__name__}")
+    return rope.rotate(query, key)
 
 
 def _given(

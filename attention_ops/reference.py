@@ -208,9 +208,7 @@ def _relative(query: Tensor, relative_key: Tensor | None, visible: Tensor) -> Te
     return torch.einsum("bhid,bhijd->bhij", query, _by_distance(relative_key, visible))
 
 
-def _visible(
-    query: Tensor, key: Tensor, bias: Tensor | None, distance_bias: Tensor | None, mask: MaskLike
-) -> Tensor:
+def _visible(query: Tensor, key: Tensor, bias: Tensor | None, distance_bias: Tensor | None, mask: MaskLike) -> Tensor:
     batch, heads, queries, keys = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     if mask is None or (isinstance(mask, str) and not mask.strip()):
         visible = torch.ones(batch, heads, queries, keys, dtype=torch.bool, device=query.device)

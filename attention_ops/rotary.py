@@ -12,14 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .functional import OPERATORS
-
 __all__ = [
     "DynamicNTK",
     "Frequencies",
     "Linear",
     "Llama3",
     "LongRoPE",
+    "Rope",
     "Scaling",
     "YaRN",
     "axial",
@@ -236,7 +235,46 @@ def rope(
     elif rotary_dim is not None or scaling is not None or base != BASE:
         raise ValueError("rope: expected no base, rotary_dim or scaling with frequencies, got both")
     inverse, factor, axes = frequencies
-    return OPERATORS.rope(x, inverse, positions, offset, axes, layout == "interleaved", factor)
+    return torch.ops.attention_ops.rope(x, inverse, positions, offset, axes, layout == "interleaved", factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions as an option of `attention`, with the arguments of `rope`: query and key are rotated first.
+
+    `positions` are those of the keys, [Lk] or [B, Lk]; the queries have the last Lq of them. So a step with a cache,
+    of keys as they were before rotation, needs no offset, and a scaling by length sees the cache's.
+
+    >>> from attention_ops import attention
+    >>> x = torch.randn(1, 2, 6, 8)
+    >>> whole = attention(x, x, x, mask="causal", rope=Rope())
+    >>> last = attention(x[:, :, 5:], x, x, mask="causal", rope=Rope())
+    >>> torch.allclose(last, whole[:, :, 5:], atol=1e-6)
+    True
+    """
+
+    positions: Tensor | None = None
+    base: float = BASE
+    layout: str = "half"
+    rotary_dim: int | None = None
+    scaling: Scaling | None = None
+    frequencies: Frequencies | None = None
+
+    def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Query and key [B, H, L, D], rotated."""
+        queries, keys = query.shape[-2], key.shape[-2]
+        if queries > keys:
+            raise ValueError(f"Rope: expected query length of at most {keys} as in key, got {queries}")
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.scaling is not None:
+            width = query.shape[-1] if self.rotary_dim is None else self.rotary_dim
+            length = keys if self.positions is None else _length(key, self.positions, 0)
+            options["frequencies"] = _frequencies("Rope", width, self.base, self.scaling, length, key.device)
+            options |= {"base": BASE, "rotary_dim": None}
+        del options["scaling"]
+        positions = options.pop("positions")
+        last = {"offset": keys - queries} if positions is None else {"positions": positions[..., keys - queries :]}
+        return rope(query, **options, **last), rope(key, **options, positions=positions)
 
 
 def frequencies(

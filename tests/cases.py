@@ -138,7 +138,14 @@ class Case:
     strides: str = "contiguous"
 
     def __str__(self) -> str:
-        words = [str(self.shape), self.mask, self.bias, self.distance, str(self.dtype).removeprefix("torch."), self.strides]
+        words = [
+            str(self.shape),
+            self.mask,
+            self.bias,
+            self.distance,
+            str(self.dtype).removeprefix("torch."),
+            self.strides,
+        ]
         words += ["sinks"] * self.sinks + [f"cap{self.softcap}"] * (self.softcap is not None)
         words += [f"scale{self.scale}"] * (self.scale is not None) + [f"drop{self.dropout_p}"] * (self.dropout_p > 0)
         return "-".join(words)

@@ -27,7 +27,9 @@ def test_values_and_gradients(case, device):
 
 
 @needs_gpu
-@pytest.mark.parametrize("case", [c for c in cases.CASES if c not in cases.COMPACT and c.distance == "no_distance"], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in cases.CASES if c not in cases.COMPACT and c.distance == "no_distance"], ids=str
+)
 def test_the_rest_of_the_grid(case):
     test_attention.check(case, "cuda")
 

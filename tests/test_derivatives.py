@@ -95,7 +95,9 @@ def test_weights_of_some_heads_and_rows(case):
     shape = case.shape
     more = {"heads": torch.randint(0, shape.heads, (3,)), "rows": torch.randint(0, shape.queries, (5,))}
     for average in (False, True):
-        check(case, attention_ops.attention_weights, reference.attention_weights, cases.OF_VALUES, average=average, **more)
+        check(
+            case, attention_ops.attention_weights, reference.attention_weights, cases.OF_VALUES, average=average, **more
+        )
 
 
 def no_ties(case: cases.Case) -> bool:

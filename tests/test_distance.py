@@ -119,6 +119,24 @@ def test_shaw_against_a_loop():
         assert_exact(ours, theirs)
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("mask", ["", "causal", "sliding_window(70, 20)"])
+def test_clipped_rows_in_a_long_problem(mask):
+    """Far from the diagonal all rows of a tile are the same, which has code of its own."""
+    given = {name: torch.randn(1, 2, n, 4, **DOUBLE) for name, n in (("query", 150), ("key", 210), ("value", 210))}
+    shaw = {name: t.detach() for name, t in nn.ShawPositions(4, reach=3).double()(150, 210).items()}
+    shaw["distance_bias"] = position.alibi(position.alibi_slopes(2).double(), 150, 210)
+
+    def results(function) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (*given.values(), *shaw.values())]
+        out = function(**dict(zip((*given, *shaw), leaves, strict=True)), mask=mask)
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return [out, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
+
+    for ours, exact in zip(results(attention_ops.attention), results(reference.attention), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("memory", [0, 3])
 def test_transformer_xl_against_a_double_loop(memory):
     """The four terms (a) to (d) of the paper, of a segment of 5 tokens after `memory` earlier ones."""

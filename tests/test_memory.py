@@ -40,8 +40,9 @@ CALLS = {
     "bias_number": "attention_ops.attention(q, k, v, bias=torch.randn(1, 1, 1, 1, requires_grad=True))",
     "bias_rows": "attention_ops.attention(q, k, v, bias=torch.randn(1, 1, L, 1, requires_grad=True), dropout_p=0.1, "
     "return_lse=True)",
-    "distance": "attention_ops.attention(q, k, v, distance_bias=torch.randn(1, 1, 2 * L - 1, requires_grad=True), **"
-    "{n: torch.randn(1, 1, 2 * L - 1, 16, requires_grad=True) for n in ('relative_key', 'relative_value')})",
+    "distance": "attention_ops.attention(q, k, v, distance_bias=torch.randn(1, 1, 2 * L - 1, requires_grad=True), "
+    "relative_key=torch.randn(1, 1, 2 * L - 1, 16, requires_grad=True))",
+    "distance_bias": "attention_ops.attention(q, k, v, distance_bias=torch.randn(1, 1, 2 * L - 1, requires_grad=True))",
     "summaries": "attention_ops.attention_summaries(q, k, mask='causal')",
     "weights": "attention_ops.attention_weights(q, k, rows=torch.tensor([7, L - 1]))",
 }

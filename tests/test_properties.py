@@ -103,7 +103,9 @@ def test_weights_sum_to_one_or_zero(case, seed):
 def test_batches_and_heads_are_independent(case, seed):
     """A batch computed at once equals its samples computed alone, bit for bit."""
     torch.manual_seed(seed)
-    inputs = cases.make(cases.Case(case.shape, bias=case.bias, distance=case.distance, dtype=case.dtype, strides=case.strides))
+    inputs = cases.make(
+        cases.Case(case.shape, bias=case.bias, distance=case.distance, dtype=case.dtype, strides=case.strides)
+    )
     tensors = {name: t.detach() for name, t in inputs.tensors.items()}
     out = attention_ops.attention(**tensors)
     for batch in range(case.shape.batch):

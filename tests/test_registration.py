@@ -29,7 +29,19 @@ def shared(strides: str, rich: bool, requires_grad: bool, value_width: int = 3) 
     sinks = torch.randn(4).requires_grad_(requires_grad) if rich else None
     data = [torch.tensor([7, 4]), torch.rand(2, 1, 5, 7) < 0.8] if rich else []
     dropout = (0.25, torch.tensor([5])) if rich and value_width else (0.0, None)
-    return [query, key, value, bias, distance, sinks, data, "causal & padding | dense" if rich else "", 0.3, 1.5, *dropout]
+    return [
+        query,
+        key,
+        value,
+        bias,
+        distance,
+        sinks,
+        data,
+        "causal & padding | dense" if rich else "",
+        0.3,
+        1.5,
+        *dropout,
+    ]
 
 
 def plain(args: list) -> list:
@@ -182,7 +194,9 @@ def test_masks_with_data_are_copied():
 
 @pytest.mark.parametrize("strides", cases.AXES["strides"])
 def test_meta_tensors_have_the_shapes_types_and_strides_of_real_ones(strides):
-    inputs = cases.make(cases.Case(cases.Shape(2, 4, 2, 5, 7, 8, 3), bias="bias", distance="relative", sinks=True, strides=strides))
+    inputs = cases.make(
+        cases.Case(cases.Shape(2, 4, 2, 5, 7, 8, 3), bias="bias", distance="relative", sinks=True, strides=strides)
+    )
 
     def everything(device: str) -> list[Tensor]:
         tensors = {name: t.detach().to(device).requires_grad_() for name, t in inputs.tensors.items()}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from test_errors import refuses
 
-from attention_ops import rope, rotary
+import attention_ops
+from attention_ops import position, rope, rotary
 
 LLAMA3 = rotary.Llama3(8.0, 8192)
 YARN = rotary.YaRN(4.0, 2048)
@@ -141,6 +142,33 @@ def test_sections_of_the_frequencies():
     shifted = positions + torch.tensor([5, 9])[:, None, None]
     assert torch.equal(moved, rope(x, positions=shifted, frequencies=frequencies))
     assert torch.equal(rope(x[0], positions=positions[0], frequencies=frequencies), out[0])
+
+
+@pytest.mark.parametrize("scaling", [None, rotary.DynamicNTK(4.0, 8), rotary.YaRN(2.0, 16)], ids=str)
+@pytest.mark.parametrize(
+    "positions", [None, position.left_padded(torch.tensor([9, 12]), 12)], ids=["counted", "padded"]
+)
+def test_rope_as_an_option_of_attention(positions, scaling):
+    """Equal to rotating first, with a cache too: the last queries after all keys."""
+    query, key, value = torch.randn(3, 2, 2, 12, 8, dtype=torch.float64).unbind(0)
+    turn = {"positions": positions, "scaling": scaling, "layout": "interleaved", "rotary_dim": 4}
+    turned = [rotary.rope(x, **turn) for x in (query, key)]
+    option = {"rope": rotary.Rope(**turn), "mask": "causal"}
+    out = attention_ops.attention(query, key, value, **option)
+    assert torch.equal(out, attention_ops.attention(*turned, value, mask="causal"))
+    last = attention_ops.attention(query[:, :, 9:], key, value, **option)
+    torch.testing.assert_close(last, out[:, :, 9:])
+    weights = attention_ops.attention_weights(query, key, **option)
+    assert torch.equal(weights, attention_ops.attention_weights(*turned, mask="causal"))
+    summaries = attention_ops.attention_summaries(query, key, **option)
+    assert all(map(torch.equal, summaries, attention_ops.attention_summaries(*turned, mask="causal")))
+
+
+def test_rope_as_an_option_refuses():
+    x = torch.randn(1, 1, 4, 8)
+    turn = rotary.Rope()
+    refuses(TypeError, "rope a rotary.Rope, got float", attention_ops.attention, x, x, x, rope=1.0)
+    refuses(ValueError, "query length of at most 3", attention_ops.attention, x, x[:, :, 1:], x[:, :, 1:], rope=turn)
 
 
 def test_errors():

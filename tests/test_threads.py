@@ -23,7 +23,7 @@ def everything(inputs: cases.Inputs) -> list[Tensor]:
     leaves = list(inputs.tensors.values())
     torch.manual_seed(1)
     grads = torch.autograd.grad((out, lse), leaves, (torch.randn(out.shape).to(out.dtype), torch.randn_like(lse)))
-    tensors = {name: t for name, t in inputs.tensors.items() if name != "value"}
+    tensors = {name: t for name, t in inputs.tensors.items() if name not in cases.OF_VALUES}
     options = {name: o for name, o in inputs.options.items() if name not in ("dropout_p", "seed")}
     weights = attention_ops.attention_weights(**tensors, **options, average=True)
     summaries = attention_ops.attention_summaries(**tensors, **options)
@@ -53,7 +53,9 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_are_equal_for_any_number_of_threads(shape, mask, bias, distance, threads):
     dtype = torch.bfloat16 if mask == "padding" else torch.float32
-    inputs = cases.make(cases.Case(shape, mask=mask, bias=bias, distance=distance, sinks=True, dropout_p=0.1, dtype=dtype))
+    inputs = cases.make(
+        cases.Case(shape, mask=mask, bias=bias, distance=distance, sinks=True, dropout_p=0.1, dtype=dtype)
+    )
     threads(1)
     wanted = everything(inputs)
     for count in (1, 2, 3, 2):
@@ -96,8 +98,8 @@ COUNT = """
 """
 CALLS = {
     "forward": "attention_ops.attention(x, x, x)",
-    "backward": "torch.ops.attention_ops._attention_backward(x, x, x, None, None, [], '', 0.2, 0.0, 0.0, None, out, "
-    "lse, x, None, [True] * 3 + [False] * 2)",
+    "backward": "torch.ops.attention_ops._attention_backward(x, x, x, None, None, None, [], '', 0.2, 0.0, 0.0, None, "
+    "out, lse, x, None, [True] * 3 + [False] * 3)",
     "weights": "attention_ops.attention_weights(x, x)",
     "dropout_mask": "attention_ops.dropout_mask(torch.tensor([1]), 2, 8, 512, 512, 0.5)",
 }

@@ -85,6 +85,8 @@ class DistanceRows {
     view_.has_keys = width > 1, view_.has_values = width > 1 && width > 1 + key_width;
     view_.is_finite = width == 1 || is_finite();
     const auto stride = [&](int d) { return tensor_.size(d) == 1 ? 0 : tensor_.stride(d); };
+    view_.tail = tensor_.size(2);
+    if (width > 1) find_constant_rows();
     view_.rows = {tensor_.const_data_ptr<T>(), stride(0), stride(1), tensor_.stride(2)};
   }
   const DistanceTable<T>& view() const { return view_; }
@@ -96,6 +98,24 @@ class DistanceRows {
       if (!all_finite<T>(head.const_data_ptr<T>() + 1, head.stride(0), head.size(0), head.size(1) - 1)) return false;
     }
     return true;
+  }
+
+  // Of every table the head and the tail in which rows differ from the first, or the last, in their bias alone.
+  void find_constant_rows() {
+    const Index count = tensor_.size(2), width = tensor_.size(3) - 1;
+    view_.head = count, view_.tail = 0;
+    for (Index n = 0; n < tensor_.size(0) * tensor_.size(1); ++n) {
+      const T* rows = tensor_.const_data_ptr<T>() + n / tensor_.size(1) * tensor_.stride(0) +
+                      n % tensor_.size(1) * tensor_.stride(1) + 1;
+      const auto same = [&](Index a, Index b) {
+        return std::equal(rows + a * tensor_.stride(2), rows + a * tensor_.stride(2) + width,
+                          rows + b * tensor_.stride(2));
+      };
+      Index head = 0, tail = count;
+      while (head < view_.head && same(0, head)) ++head;
+      while (tail > view_.tail && same(count - 1, tail - 1)) --tail;
+      view_.head = head, view_.tail = tail;
+    }
   }
 
   Tensor tensor_;

@@ -206,8 +206,11 @@ void AttentionBackward<T, E>::add_by_distance(const Term& term, const Work& work
                     [&](Index n, int lane, const SkewBlock& part, const PaddedRows<T>& rows) {
                       const Skew<T>& skew = w.tile.skew;
                       const bool to_query = shared_.dq_t && term.distance.defined();
-                      if (to_query || of_query) skew.spread(term.ds + n, kWidth, part);
-                      if (to_query)
+                      if (to_query && part.is_constant)
+                        skew.add_constant_to_queries(dq_panel(work.key_group, row) + lane, kWidth, rows, term.ds + n,
+                                                     kWidth, p_.width, term.distance.is_finite, part);
+                      if ((to_query && !part.is_constant) || of_query) skew.spread(term.ds + n, kWidth, part);
+                      if (to_query && !part.is_constant)
                         skew.add_to_queries(dq_panel(work.key_group, row) + lane, kWidth, rows, p_.width,
                                             term.distance.is_finite, part);
                       if (of_query)

@@ -48,7 +48,8 @@ class AttentionForward {
     const Site<T, E> site(p_, bh / p_.heads, bh % p_.heads);
     Panels panel(p_, panels - 1 - task % panels);
     start(scratch, site, panel);
-    for (Index key = 0; key < p_.keys; key += kTileKeys) step(scratch, site, panel, key);
+    const Index tiles = (p_.keys + kTileKeys - 1) / kTileKeys, first = first_tile(panel);
+    for (Index n = 0; n < tiles; ++n) step(scratch, site, panel, (first + n) % tiles * kTileKeys);
     finish(scratch, site, panel);
   }
 
@@ -83,6 +84,12 @@ class AttentionForward {
     std::fill_n(w.o_t, round_up(p_.value_width, kRowUnit<E>) * kWidth, T(0));
     std::fill_n(w.m, kWidth, -kInfinity<T>);
     std::fill_n(w.l, kWidth, T(0));
+  }
+
+  // A bias by distance is often greatest at the panel's own place: begun there, m need not move.
+  Index first_tile(const Panels& panel) const {
+    if (!p_.distance.defined() || p_.keys == 0) return 0;
+    return std::clamp<Index>(panel.first + panel.count - 1 + p_.keys - p_.queries, 0, p_.keys - 1) / kTileKeys;
   }
 
   void step(Scratch& w, const Site<T, E>& site, const Panels& panel, Index key) const {

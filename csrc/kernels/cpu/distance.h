@@ -9,8 +9,9 @@ namespace attention_ops {
 
 // Some keys of a tile and one vector of queries.
 struct SkewBlock {
-  Index first;      // row of key 0 in the last lane; below 0 for lanes past the last query
-  int keys, lanes;  // lanes that are queries
+  Index first;       // row of key 0 in the last lane; below 0 for lanes past the last query
+  int keys, lanes;   // lanes that are queries
+  bool is_constant;  // all its rows are the same
 
   int rows(int step) const { return keys + step - 1; }
   int skipped() const { return int(std::max<Index>(-first, 0)); }  // rows before the table: nobody is given those
@@ -27,10 +28,10 @@ class Skew {
   template <bool Add>
   void multiply(T* out, Index ldo, const PaddedRows<T>& rows, const T* x, Index ldx, Index width,
                 const SkewBlock& block) const {
+    if (block.is_constant) return multiply_constant<Add>(out, ldo, rows, x, ldx, width, block.keys);
     const int skipped = block.skipped(), count = block.rows(kStep);
     std::fill_n(t_, skipped * kStep, T(0));
-    multiply_rows_into<1>(t_ + skipped * kStep, kStep, static_cast<const T*>(nullptr), rows.data, rows.stride, x, ldx,
-                          count - skipped, width);
+    multiply_rows_of(t_ + skipped * kStep, rows, x, ldx, count - skipped, width);
     int left = count;
     for (int shift = kStep / 2; shift > 0; shift /= 2) {
       left -= shift;
@@ -58,6 +59,15 @@ class Skew {
         store(t_ + r * kStep, moves ? from : load(t_ + r * kStep));
       }
     }
+  }
+  // out[column][lane] += row[column] sum_k a[k][lane], where all rows are that one; without `spread`.
+  void add_constant_to_queries(T* out, Index ldo, const PaddedRows<T>& rows, const T* a, Index lda, Index width,
+                               bool clean, const SkewBlock& block) const {
+    Vec<T> sum{};
+    for (int k = 0; k < block.keys; ++k) sum += load(a + k * lda);
+    store(t_, sum);
+    if (!clean) return add_nonzero_to_queries(out, ldo, rows, t_, width, 1);
+    for (Index c = 0; c < width; ++c) store(out + c * ldo, fma(splat(rows.data[c]), sum, load(out + c * ldo)));
   }
   // out[column][lane] += sum_r rows[r][column] t[r][lane]. Rows that nothing is multiplied by may hold anything, as
   // masked places may, unless all are known to be `clean`.
@@ -93,6 +103,29 @@ class Skew {
   }
 
  private:
+  // to[r] = row_r x'. The last rows are a whole tile too, which begins among those before.
+  static void multiply_rows_of(T* to, const PaddedRows<T>& rows, const T* x, Index ldx, int count, Index width) {
+    constexpr int kTile = kTileRows<1>;
+    const auto multiply = [&](Index r, Index number) {
+      multiply_rows_into<1>(to + r * kStep, kStep, static_cast<const T*>(nullptr), rows.data + r * rows.stride,
+                            rows.stride, x, ldx, number, width);
+    };
+    if (count < kTile) return multiply(0, count);
+    const Index whole = count / kTile * kTile;
+    multiply(0, whole);
+    if (whole < count) multiply(count - kTile, kTile);
+  }
+
+  template <bool Add>
+  void multiply_constant(T* out, Index ldo, const PaddedRows<T>& rows, const T* x, Index ldx, Index width,
+                         int keys) const {
+    constexpr int kSums = 4;  // that do not wait for each other
+    Vec<T> sum[kSums]{};
+    for (Index c = 0; c < width; ++c) sum[c % kSums] = fma(splat(rows.data[c]), load(x + c * ldx), sum[c % kSums]);
+    const Vec<T> all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    for (int k = 0; k < keys; ++k) store(out + k * ldo, Add ? load(out + k * ldo) + all : all);
+  }
+
   // Lane l is to move by lanes - 1 - l, of which `shift` is one binary digit.
   static Ints<T> lanes_with(int shift) {
     alignas(kVectorBytes) LaneInt<T> lanes[kStep];

@@ -22,6 +22,8 @@ struct DistanceTable {
   Matrices<const T> rows;  // [B, H, Lq + Lk - 1, 1 or 1 + D or 1 + D + Dv]
   bool has_keys = false, has_values = false;
   bool is_finite = true;
+  Index head = 0,
+        tail = 0;  // all rows of a and b below `head` are the same, and all from `tail` on, if they are clipped
 
   bool defined() const { return rows.data; }
   const T* row(Index b, Index h, Index n) const { return rows.at(b, h) + n * rows.row_stride; }

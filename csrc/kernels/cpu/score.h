@@ -154,7 +154,7 @@ template <class T, class E>
 SkewBlock skew_block(const Site<T, E>& site, const Panel<T, E>& panel, Index key, const Span& span, int lane) {
   constexpr int kStep = kLanes<T>;
   const Index query = panel.first + lane + kStep - 1;
-  return {key + span.key - query + site.of.queries - 1, span.keys, std::min(kStep, panel.count - lane)};
+  return {key + span.key - query + site.of.queries - 1, span.keys, std::min(kStep, panel.count - lane), false};
 }
 
 // Calls f(offset of its first element, first lane, block, rows of `table` from column c on) for each vector of a span.
@@ -162,7 +162,9 @@ template <class T, class E, class F>
 void each_skew_block(const Span& span, const DistanceTable<T>& table, Index c, const Site<T, E>& site,
                      const Panel<T, E>& panel, Index key, F&& f) {
   for (int lane = span.vector * kLanes<T>; lane < (span.vector + span.vectors) * kLanes<T>; lane += kLanes<T>) {
-    const SkewBlock block = skew_block(site, panel, key, span, lane);
+    SkewBlock block = skew_block(site, panel, key, span, lane);
+    const Index end = block.first + block.rows(kLanes<T>);
+    block.is_constant = end <= table.head || block.first >= table.tail;
     f(Index(span.key) * Panel<T, E>::kWidth + lane, lane, block,
       PaddedRows<T>{table.row(site.b, site.h, block.first + block.skipped()) + c, table.rows.row_stride});
   }
@@ -187,6 +189,9 @@ void add_to_queries_by_distance(T* out, const T* a, const ScoreTile<T>& tile, co
   constexpr int kWidth = Panel<T, E>::kWidth;
   each_skew_block(span, table, c, site, panel, key,
                   [&](Index n, int lane, const SkewBlock& block, const PaddedRows<T>& rows) {
+                    if (block.is_constant)
+                      return tile.skew.add_constant_to_queries(out + lane, kWidth, rows, a + n, kWidth, width,
+                                                               table.is_finite, block);
                     tile.skew.spread(a + n, kWidth, block);
                     tile.skew.add_to_queries(out + lane, kWidth, rows, width, table.is_finite, block);
                   });
