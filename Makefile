@@ -15,7 +15,7 @@ PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
 BUILD_NEEDS = numpy 'setuptools>=77' ninja
 DEMO_NEEDS = tqdm matplotlib
-TEST_NEEDS = $(DEMO_NEEDS) pytest pytest-xdist hypothesis cmake
+TEST_NEEDS = $(DEMO_NEEDS) pytest pytest-xdist hypothesis cmake transformers x-transformers rotary-embedding-torch
 LINT_NEEDS = ruff clang-format
 CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format as run; run()'
 

@@ -5,7 +5,9 @@ A *distance bias* [B|1, H|1, Lq + Lk - 1] says what is added to the score of que
     d = j - (i + Lk - Lq)        at entry d + Lk - 1 = j - i + Lq - 1
 
 which is key minus query when the last query stands at the last key, as in `masks.causal`; so a step with one query and
-a cache of keys needs no offset, and padding on the left changes nothing. `distances` gives d for every entry, each
+a cache of keys needs no offset, and padding on the left changes nothing. Where samples are padded on the right, so that
+the last query of each stands at a key of its own, `offset` [B] says how many keys that is before the last; every
+distance is then so much larger, and the table has a row for each sample. `distances` gives d for every entry, each
 scheme here is a function of it, for `attention(distance_bias=...)`. `expand` turns a distance bias into a dense one.
 Rows by distance [B|1, H|1, Lq + Lk - 1, D], for `relative_key` and `relative_value`, have the same order.
 """
@@ -35,13 +37,15 @@ __all__ = [
 ]
 
 
-def distances(queries: int, keys: int, *, device: torch.device | str | None = None) -> Tensor:
-    """The distance d of every entry of a distance bias, int64 [Lq + Lk - 1]: from 1 - Lk to Lq - 1.
+def distances(queries: int, keys: int, *, offset: int | Tensor = 0, device: torch.device | str | None = None) -> Tensor:
+    """The distance d of every entry of a distance bias, int64 [Lq + Lk - 1]: from 1 - Lk to Lq - 1, plus `offset`;
+    [B, Lq + Lk - 1] for an offset [B].
 
     >>> distances(2, 3).tolist()
     [-2, -1, 0, 1]
     """
-    return torch.arange(1 - keys, queries, device=device) if queries and keys else torch.arange(0, device=device)
+    d = torch.arange(1 - keys, queries, device=device) if queries and keys else torch.arange(0, device=device)
+    return d + offset[:, None] if isinstance(offset, Tensor) else d + offset
 
 
 def expand(distance_bias: Tensor, queries: int, keys: int) -> Tensor:
@@ -79,7 +83,7 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes[:heads])
 
 
-def alibi(slopes: Tensor, queries: int, keys: int, *, ahead: Tensor | None = None) -> Tensor:
+def alibi(slopes: Tensor, queries: int, keys: int, *, ahead: Tensor | None = None, offset: int | Tensor = 0) -> Tensor:
     """ALiBi's distance bias [1, H, Lq + Lk - 1]: -slope |d|.
 
     It is symmetric; under a causal mask only d <= 0 is seen and it is the published one. `ahead` gives keys after the
@@ -90,9 +94,9 @@ def alibi(slopes: Tensor, queries: int, keys: int, *, ahead: Tensor | None = Non
 
     Press et al., Train Short, Test Long, 2021, https://arxiv.org/abs/2108.12409.
     """
-    d = distances(queries, keys, device=slopes.device)
+    d = _for_heads(distances(queries, keys, offset=offset, device=slopes.device))
     behind = slopes[:, None] * -d.abs()
-    return (behind if ahead is None else torch.where(d > 0, ahead[:, None] * -d, behind))[None]
+    return behind if ahead is None else torch.where(d > 0, ahead[:, None] * -d, behind)
 
 
 def t5_buckets(distance: Tensor, *, bidirectional: bool = True, buckets: int = 32, max_distance: int = 128) -> Tensor:
@@ -118,7 +122,15 @@ def t5_buckets(distance: Tensor, *, bidirectional: bool = True, buckets: int = 3
     return first + torch.where(past < exact, past, shared.clamp(max=buckets - 1))
 
 
-def t5(table: Tensor, queries: int, keys: int, *, bidirectional: bool = True, max_distance: int = 128) -> Tensor:
+def t5(
+    table: Tensor,
+    queries: int,
+    keys: int,
+    *,
+    bidirectional: bool = True,
+    max_distance: int = 128,
+    offset: int | Tensor = 0,
+) -> Tensor:
     """T5's distance bias [1, H, Lq + Lk - 1] from its table [buckets, H]; for self-attention (T5 has none in cross-
     attention).
 
@@ -127,12 +139,12 @@ def t5(table: Tensor, queries: int, keys: int, *, bidirectional: bool = True, ma
 
     Raffel et al., Exploring the Limits of Transfer Learning (T5), 2019, https://arxiv.org/abs/1910.10683.
     """
-    d = distances(queries, keys, device=table.device)
+    d = distances(queries, keys, offset=offset, device=table.device)
     bucket = t5_buckets(d, bidirectional=bidirectional, buckets=len(table), max_distance=max_distance)
-    return table[bucket].T[None]
+    return _with_batch(table[bucket].mT)
 
 
-def kerple_log(r1: Tensor, r2: Tensor, queries: int, keys: int) -> Tensor:
+def kerple_log(r1: Tensor, r2: Tensor, queries: int, keys: int, *, offset: int | Tensor = 0) -> Tensor:
     """KERPLE's logarithmic distance bias [1, H, Lq + Lk - 1]: -r1 log(1 + r2 |d|), with r1, r2 > 0 of [H].
 
     >>> kerple_log(torch.ones(2), torch.ones(2), 1, 2)[0, 0].exp().tolist()
@@ -140,11 +152,11 @@ def kerple_log(r1: Tensor, r2: Tensor, queries: int, keys: int) -> Tensor:
 
     Chi et al., KERPLE, 2022, https://arxiv.org/abs/2205.09921.
     """
-    d = distances(queries, keys, device=r1.device).abs()
-    return -(r1[:, None] * torch.log1p(r2[:, None] * d))[None]
+    d = _for_heads(distances(queries, keys, offset=offset, device=r1.device)).abs()
+    return -(r1[:, None] * torch.log1p(r2[:, None] * d))
 
 
-def kerple_power(r1: Tensor, r2: Tensor, queries: int, keys: int) -> Tensor:
+def kerple_power(r1: Tensor, r2: Tensor, queries: int, keys: int, *, offset: int | Tensor = 0) -> Tensor:
     """KERPLE's power distance bias [1, H, Lq + Lk - 1]: -r1 |d|^r2, with r1 > 0 and 0 < r2 <= 2 of [H].
 
     >>> kerple_power(torch.ones(2), torch.full((2,), 2.0), 1, 4)[0, 0].tolist()
@@ -152,12 +164,12 @@ def kerple_power(r1: Tensor, r2: Tensor, queries: int, keys: int) -> Tensor:
 
     Chi et al., KERPLE, 2022, https://arxiv.org/abs/2205.09921.
     """
-    d = distances(queries, keys, device=r1.device).abs()
+    d = _for_heads(distances(queries, keys, offset=offset, device=r1.device)).abs()
     power = d.clamp(min=1).to(r2.dtype) ** r2[:, None]  # log 0 would meet the gradient of r2
-    return (r1[:, None] * torch.where(d > 0, -power, 0))[None]
+    return r1[:, None] * torch.where(d > 0, -power, 0)
 
 
-def clipped(table: Tensor, queries: int, keys: int) -> Tensor:
+def clipped(table: Tensor, queries: int, keys: int, *, offset: int | Tensor = 0) -> Tensor:
     """A learned distance bias [1, H, Lq + Lk - 1] from a table [2 reach + 1, H].
 
     Row n holds d = n - reach; distances beyond share its ends.
@@ -167,14 +179,11 @@ def clipped(table: Tensor, queries: int, keys: int) -> Tensor:
 
     Shaw et al., Self-Attention with Relative Position Representations, 2018, https://arxiv.org/abs/1803.02155.
     """
-    if len(table) % 2 == 0:
-        raise ValueError(f"clipped: expected table with an odd number of rows 2 reach + 1, got {len(table)}")
-    reach = len(table) // 2
-    d = distances(queries, keys, device=table.device)
-    return table[d.clamp(-reach, reach) + reach].T[None]
+    index = _clipped_index("clipped", len(table), distances(queries, keys, offset=offset, device=table.device))
+    return _with_batch(table[index].mT)
 
 
-def relative_rows(table: Tensor, queries: int, keys: int) -> Tensor:
+def relative_rows(table: Tensor, queries: int, keys: int, *, offset: int | Tensor = 0) -> Tensor:
     """Learned rows by distance [1, H|1, Lq + Lk - 1, D], for keys or for values, from a table [2 reach + 1, D] that all
     heads share, or [H, 2 reach + 1, D].
 
@@ -185,23 +194,20 @@ def relative_rows(table: Tensor, queries: int, keys: int) -> Tensor:
 
     Shaw et al., Self-Attention with Relative Position Representations, 2018, https://arxiv.org/abs/1803.02155.
     """
-    rows = table.shape[-2]
-    if rows % 2 == 0:
-        raise ValueError(f"relative_rows: expected table with an odd number of rows 2 reach + 1, got {rows}")
-    reach = rows // 2
-    index = distances(queries, keys, device=table.device).clamp(-reach, reach) + reach
-    chosen = table.index_select(-2, index)  # [Lq + Lk - 1, D] or [H, Lq + Lk - 1, D]
-    return chosen[(None,) * (4 - chosen.dim())]
+    d = distances(queries, keys, offset=offset, device=table.device)
+    index = _clipped_index("relative_rows", table.shape[-2], d)
+    table = table if table.dim() == 3 else table[None]
+    return table[:, index if index.dim() == 2 else index[None]].transpose(0, 1)  # [B|1, H|1, Lq + Lk - 1, D]
 
 
 def transformer_xl(
     rows: Tensor, content: Tensor, place: Tensor, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Transformer-XL's scores as options of `attention`, from projected rows by distance [H, Lq + Lk - 1, D] and its
-    two biases of queries, u (`content`) and v (`place`), [H, D] each.
+    """Transformer-XL's scores as options of `attention`, from projected rows by distance [H, Lq + Lk - 1, D] or
+    [B, H, Lq + Lk - 1, D], and its two biases of queries, u (`content`) and v (`place`), [H, D] each.
 
         s_ij = scale ((q_i + u) . k_j + (q_i + v) . r_(i - j)),    so with query + u:
-        relative_key = r [1, H, Lq + Lk - 1, D]        distance_bias = scale (v - u) . r [1, H, Lq + Lk - 1]
+        relative_key = r [B|1, H, Lq + Lk - 1, D]        distance_bias = scale (v - u) . r [B|1, H, Lq + Lk - 1]
 
     Returns:
         relative_key, distance_bias. Add u [H, 1, D] to the query yourself.
@@ -213,7 +219,8 @@ def transformer_xl(
     Dai et al., Transformer-XL, 2019, https://arxiv.org/abs/1901.02860.
     """
     scale = 1 / math.sqrt(max(rows.shape[-1], 1)) if scale is None else scale
-    return rows[None], scale * (rows @ (place - content)[..., None])[None, ..., 0]
+    rows = rows if rows.dim() == 4 else rows[None]
+    return rows, scale * (rows @ (place - content)[..., None])[..., 0]
 
 
 def window_index(height: int, width: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -300,6 +307,21 @@ def left_padded(lengths: Tensor, length: int) -> Tensor:
     [[0, 0, 1, 2], [0, 0, 0, 0]]
     """
     return (torch.arange(length, device=lengths.device) - (length - lengths[:, None])).clamp(min=0)
+
+
+def _for_heads(d: Tensor) -> Tensor:
+    """Distances [Lq + Lk - 1] or [B, Lq + Lk - 1] as [B|1, 1, Lq + Lk - 1]."""
+    return _with_batch(d[..., None, :])
+
+
+def _with_batch(x: Tensor) -> Tensor:
+    return x if x.dim() == 3 else x[None]
+
+
+def _clipped_index(operator: str, rows: int, d: Tensor) -> Tensor:
+    if rows % 2 == 0:
+        raise ValueError(f"{operator}: expected table with an odd number of rows 2 reach + 1, got {rows}")
+    return d.clamp(-(rows // 2), rows // 2) + rows // 2
 
 
 def _differences(height: int, width: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,30 @@ BIASES = {
     "clipped": lambda: nn.ClippedBias(4, reach=3),
 }
 
+DISTANCES = {
+    **BIASES,
+    "shaw": lambda: nn.ShawPositions(8, reach=3),
+    "shaw_keys": lambda: nn.ShawPositions(8, reach=2, values=False),
+    "transformer_xl": lambda: nn.TransformerXLPositions(4, 8),
+}
+
+
+def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, offset: int | Tensor = 0, **options):
+    """Attention with what a module of distances gives."""
+    counts = query.shape[-2], key.shape[-2]
+    if isinstance(module, nn.DistanceBias):
+        options["distance_bias"] = module.distance_bias(*counts, offset=offset)
+    elif isinstance(module, nn.ShawPositions):
+        options |= module(*counts, offset=offset)
+    else:
+        query, more = module(query, counts[1], offset=offset)
+        options |= more
+    return attention(query, key, value, **options)
+
+
+def heads_of(name: str) -> int:
+    return DISTANCES[name]().distance_bias(1, 1).shape[1] if name in BIASES else 4
+
 
 def rows(name: str, batch: int, length: int) -> Tensor:
     return torch.randn(batch, 2, length, 8) if name.startswith("rotary") else torch.randn(batch, length, 8)
@@ -71,25 +95,41 @@ def test_a_cached_step_has_the_last_row_of_the_whole(name):
     assert torch.equal(position.expand(module.distance_bias(6, 6), 6, 6), whole)
 
 
-@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("name", DISTANCES)
+def test_attention_with_a_cache(name):
+    """Five tokens and one are six."""
+    module, (query, key, value) = DISTANCES[name](), torch.randn(3, 2, heads_of(name), 6, 8).unbind(0)
+    whole = attend(module, query, key, value, mask="causal")
+    torch.testing.assert_close(attend(module, query[:, :, 5:], key, value, mask="causal"), whole[:, :, 5:])
+
+
+@pytest.mark.parametrize("name", DISTANCES)
 def test_left_padding_changes_nothing(name):
-    module, heads = BIASES[name](), BIASES[name]().distance_bias(1, 1).shape[1]
-    query, key, value = torch.randn(3, 1, heads, 6, 8).unbind(0)
-    padded = attention(query, key, value, bias=module(6, 6), mask=masks.causal() & masks.ranges(*left(6, 2)))
-    alone = attention(*(t[:, :, 2:] for t in (query, key, value)), bias=module(4, 4), mask="causal")
+    module, (query, key, value) = DISTANCES[name](), torch.randn(3, 1, heads_of(name), 6, 8).unbind(0)
+    padded = attend(module, query, key, value, mask=masks.causal() & masks.ranges(*left(6, 2)))
+    alone = attend(module, *(t[:, :, 2:] for t in (query, key, value)), mask="causal")
     torch.testing.assert_close(padded[:, :, 2:], alone)
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_caches_padded_on_the_right(name):
+    """Each sample's query stands at the last key of its own."""
+    module, (query, key, value) = DISTANCES[name](), torch.randn(3, 3, heads_of(name), 6, 8).unbind(0)
+    query, lengths = query[:, :, :1], torch.tensor([6, 4, 1])
+    out = attend(module, query, key, value, offset=6 - lengths, mask=masks.padding(lengths))
+    for b, n in enumerate(lengths.tolist()):
+        alone = attend(module, query[b : b + 1], key[b : b + 1, :, :n], value[b : b + 1, :, :n])
+        torch.testing.assert_close(out[b : b + 1], alone)
 
 
 def left(length: int, padding: int) -> tuple[Tensor, Tensor]:
     return torch.full((length,), padding), torch.full((length,), length)
 
 
-@pytest.mark.parametrize("name", [name for name in BIASES if name != "alibi"])
-def test_biases_learn(name):
-    module = BIASES[name]()
-    heads = module.distance_bias(1, 1).shape[1]
-    query, key, value = torch.randn(3, 2, heads, 9, 8).unbind(0)
-    attention(query, key, value, bias=module(9, 9)).square().sum().backward()
+@pytest.mark.parametrize("name", [name for name in DISTANCES if name != "alibi"])
+def test_what_depends_on_the_distance_learns(name):
+    module, (query, key, value) = DISTANCES[name](), torch.randn(3, 2, heads_of(name), 9, 8).unbind(0)
+    attend(module, query, key, value).square().sum().backward()
     for parameter in module.parameters():
         assert parameter.grad.isfinite().all()
         assert parameter.grad.abs().max() > 0

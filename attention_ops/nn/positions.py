@@ -116,18 +116,19 @@ class DistanceBias(nn.Module):
     """A bias of scores by distance: `distance_bias(Lq, Lk)` [1, H, Lq + Lk - 1] is what `attention` takes under that
     name; calling the module gives the dense bias [1, H, Lq, Lk].
 
-    The last query stands at the last key, so one query after a cache needs no offset.
+    The last query stands at the last key, so one query after a cache needs no offset; `offset` [B] is for samples of
+    which it stands so many keys before the last.
 
     >>> bias = T5Bias(4)
     >>> torch.equal(bias(6, 6)[:, :, 5:], bias(1, 6))
     True
     """
 
-    def distance_bias(self, queries: int, keys: int) -> Tensor:
+    def distance_bias(self, queries: int, keys: int, *, offset: int | Tensor = 0) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, queries: int, keys: int) -> Tensor:
-        return position.expand(self.distance_bias(queries, keys), queries, keys)
+    def forward(self, queries: int, keys: int, *, offset: int | Tensor = 0) -> Tensor:
+        return position.expand(self.distance_bias(queries, keys, offset=offset), queries, keys)
 
 
 class AlibiBias(DistanceBias):
@@ -148,8 +149,8 @@ class AlibiBias(DistanceBias):
         else:
             self.register_buffer("slopes", slopes, persistent=False)
 
-    def distance_bias(self, queries: int, keys: int) -> Tensor:
-        return position.alibi(self.slopes.float(), queries, keys)
+    def distance_bias(self, queries: int, keys: int, *, offset: int | Tensor = 0) -> Tensor:
+        return position.alibi(self.slopes.float(), queries, keys, offset=offset)
 
     def _apply(self, *args: object, **kwargs: object) -> "AlibiBias":
         """A cast of the module moves fixed slopes and does not round them."""
@@ -173,8 +174,8 @@ class T5Bias(DistanceBias):
         self.table = nn.Parameter(torch.randn(buckets, heads) * 0.02)
         self.max_distance, self.bidirectional = max_distance, bidirectional
 
-    def distance_bias(self, queries: int, keys: int) -> Tensor:
-        options = {"bidirectional": self.bidirectional, "max_distance": self.max_distance}
+    def distance_bias(self, queries: int, keys: int, *, offset: int | Tensor = 0) -> Tensor:
+        options = {"bidirectional": self.bidirectional, "max_distance": self.max_distance, "offset": offset}
         return position.t5(self.table, queries, keys, **options)
 
 
@@ -195,10 +196,10 @@ class KerpleBias(DistanceBias):
         self.log_r1 = nn.Parameter((torch.rand(heads) * 2).clamp(min=0.01).log())
         self.r2_logit = nn.Parameter(torch.rand(heads).clamp(0.01, 0.99).logit())
 
-    def distance_bias(self, queries: int, keys: int) -> Tensor:
+    def distance_bias(self, queries: int, keys: int, *, offset: int | Tensor = 0) -> Tensor:
         if self.kind == "log":  # r2 > 0
-            return position.kerple_log(self.log_r1.exp(), self.r2_logit.exp(), queries, keys)
-        return position.kerple_power(self.log_r1.exp(), 2 * self.r2_logit.sigmoid(), queries, keys)
+            return position.kerple_log(self.log_r1.exp(), self.r2_logit.exp(), queries, keys, offset=offset)
+        return position.kerple_power(self.log_r1.exp(), 2 * self.r2_logit.sigmoid(), queries, keys, offset=offset)
 
 
 class ClippedBias(DistanceBias):
@@ -214,8 +215,8 @@ class ClippedBias(DistanceBias):
         super().__init__()
         self.table = nn.Parameter(torch.randn(2 * reach + 1, heads) * 0.02)
 
-    def distance_bias(self, queries: int, keys: int) -> Tensor:
-        return position.clipped(self.table, queries, keys)
+    def distance_bias(self, queries: int, keys: int, *, offset: int | Tensor = 0) -> Tensor:
+        return position.clipped(self.table, queries, keys, offset=offset)
 
 
 class ShawPositions(nn.Module):
@@ -237,11 +238,10 @@ class ShawPositions(nn.Module):
         self.key = nn.Parameter(torch.randn(2 * reach + 1, width) * width**-0.5)
         self.value = nn.Parameter(torch.randn(2 * reach + 1, width) * width**-0.5) if values else None
 
-    def forward(self, queries: int, keys: int) -> dict[str, Tensor]:
+    def forward(self, queries: int, keys: int, *, offset: int | Tensor = 0) -> dict[str, Tensor]:
         tables = {"relative_key": self.key, "relative_value": self.value}
-        return {
-            name: position.relative_rows(table, queries, keys) for name, table in tables.items() if table is not None
-        }
+        given = {name: table for name, table in tables.items() if table is not None}
+        return {name: position.relative_rows(table, queries, keys, offset=offset) for name, table in given.items()}
 
 
 class TransformerXLPositions(nn.Module):
@@ -269,12 +269,14 @@ class TransformerXLPositions(nn.Module):
         self.content = nn.Parameter(torch.randn(heads, width) * 0.02)
         self.place = nn.Parameter(torch.randn(heads, width) * 0.02)
 
-    def forward(self, query: Tensor, keys: int, *, scale: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, query: Tensor, keys: int, *, offset: int | Tensor = 0, scale: float | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         _check_width("TransformerXLPositions", query, self.content.shape[1])
-        behind = -position.distances(query.shape[-2], keys, device=query.device)
+        behind = -position.distances(query.shape[-2], keys, offset=offset, device=query.device)
         weight = self.project.weight
         waves = position.sinusoidal(behind, weight.shape[1], layout="half", dtype=weight.dtype)
-        rows = self.project(waves).unflatten(-1, (self.heads, -1)).movedim(-2, 0)  # [H, Lq + Lk - 1, D]
+        rows = self.project(waves).unflatten(-1, (self.heads, -1)).movedim(-2, -3)  # [..., H, Lq + Lk - 1, D]
         relative_key, distance_bias = position.transformer_xl(rows, self.content, self.place, scale=scale)
         return query + self.content[:, None], {"relative_key": relative_key, "distance_bias": distance_bias}
 

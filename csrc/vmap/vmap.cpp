@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -91,6 +92,8 @@ std::vector<Tensor> call(const c10::OperatorHandle& op, const std::vector<IValue
   return results;
 }
 
+constexpr const char* kWithoutBatch[] = {"sinks", "sinks_t", "heads", "rows", "inv_freq"};
+
 // A call of one operator at one level.
 template <class Kind>
 struct Mapped {
@@ -113,11 +116,13 @@ struct Mapped {
            at("needed").toBoolList().get(kSinks);
   }
 
-  // What has no batch dimension cannot be folded: sinks, whose gradient would be summed over the samples, and the
-  // numbers of heads and rows. The samples are then computed one after another.
+  const char* rows() const { return has("query") ? "query" : "x"; }
+
+  // What has no batch dimension cannot be folded: sinks, whose gradient would be summed over the samples, the numbers
+  // of heads and rows, and frequencies. The samples are then computed one after another.
   bool needs_loop() const {
-    return !has("query") || is_mapped("sinks") || is_mapped("sinks_t") || is_mapped("heads") || is_mapped("rows") ||
-           gives_grad_sinks();
+    const auto maps = [&](const char* name) { return is_mapped(name); };
+    return !has(rows()) || gives_grad_sinks() || std::ranges::any_of(kWithoutBatch, maps);
   }
 };
 
@@ -156,24 +161,25 @@ Tensor number_rows(const Tensor& x, const c10::SymInt& N, const c10::SymInt& B) 
 template <class Kind>
 std::vector<Tensor> fold_into_batch(const Mapped<Kind>& mapped) {
   const Level& level = mapped.level;
-  const c10::SymInt B = mapped.at("query").toTensor().sym_size(0);
-  const size_t seed = mapped.position("seed");
+  const c10::SymInt B = mapped.at(mapped.rows()).toTensor().sym_size(0);
   const auto sums_batch = [&](const char* name) {
     return mapped.is_given(name) && mapped.at(name).toTensor().sym_size(0) != B;
   };
-  const auto is_one_of = [&](size_t i, std::initializer_list<std::string_view> names) {
+  const auto is_one_of = [&](size_t i, std::span<const char* const> names) {
     return std::ranges::find(names, mapped.op.schema().arguments()[i].name()) != names.end();
   };
+  constexpr const char *kBroadcast[] = {"mask_data", "positions"}, *kSeed[] = {"seed"};
+  constexpr const char* kBiases[] = {"bias", "bias_t", "distance", "distance_t"};
 
   std::vector<IValue> inputs = mapped.inputs;
   map_tensors(inputs, [&](size_t i, const Tensor& x) {
-    if (is_one_of(i, {"sinks", "sinks_t", "heads", "rows"})) return x;
+    if (is_one_of(i, kWithoutBatch)) return x;
     // What every sample shares broadcasts as it is, unless its gradient has to come out per sample.
     const bool is_shared = Kind::innermost(x).number != level.number && x.sym_size(0) == 1;
-    if (is_shared && is_one_of(i, {"mask_data"})) return x;
-    if (is_shared && is_one_of(i, {"bias", "bias_t", "distance", "distance_t"}) && !mapped.gives_gradients()) return x;
+    if (is_shared && is_one_of(i, kBroadcast)) return x;
+    if (is_shared && is_one_of(i, kBiases) && !mapped.gives_gradients()) return x;
     const Tensor unwrapped = Kind::unwrap(x, level);
-    return fold(i == seed && x.dim() == 1 ? number_rows(unwrapped, level.N, B) : unwrapped, level.N, B);
+    return fold(is_one_of(i, kSeed) && x.dim() == 1 ? number_rows(unwrapped, level.N, B) : unwrapped, level.N, B);
   });
 
   std::vector<Tensor> results = call(mapped.op, inputs);
