@@ -311,7 +311,7 @@ def _check_tensors(operator: str, **arguments: object) -> None:
 
 
 def _rotated(operator: str, rope: rotary.Rope | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    if rope is None:
+    if rope is None or min(query.dim(), key.dim()) < 2:  # which the operator refuses
         return query, key
     if not isinstance(rope, rotary.Rope):
         raise TypeError(f"{operator}: expected rope a rotary.Rope, got {type(rope).__name__}")

@@ -45,7 +45,7 @@ def distances(queries: int, keys: int, *, offset: int | Tensor = 0, device: torc
     [-2, -1, 0, 1]
     """
     d = torch.arange(1 - keys, queries, device=device) if queries and keys else torch.arange(0, device=device)
-    return d + offset[:, None] if isinstance(offset, Tensor) else d + offset
+    return d + offset[..., None] if isinstance(offset, Tensor) else d + offset
 
 
 def expand(distance_bias: Tensor, queries: int, keys: int) -> Tensor:

@@ -222,19 +222,10 @@ def rope(
         raise TypeError(f"rope: expected x a Tensor, got {type(x).__name__}")
     if layout not in LAYOUTS:
         raise ValueError(f"rope: expected layout half or interleaved, got {layout!r}")
-    if frequencies is not None and not isinstance(frequencies, Frequencies):
-        raise TypeError(f"rope: expected frequencies a rotary.Frequencies, got {type(frequencies).__name__}")
-    if scaling is not None and not isinstance(scaling, Scaling):
-        raise TypeError(f"rope: expected scaling a rotary.Scaling, got {type(scaling).__name__}")
-    axes = 2 if frequencies is not None and frequencies.axes else 1
-    positions, offset = _places(x, positions, offset, axes)
-    if frequencies is None:
-        width = x.shape[-1] if rotary_dim is None and x.dim() else rotary_dim or 0
-        length = _length(x, positions, offset) if scaling is not None and scaling.by_length else 0
-        frequencies = _frequencies("rope", width, base, scaling, length, x.device)
-    elif rotary_dim is not None or scaling is not None or base != BASE:
-        raise ValueError("rope: expected no base, rotary_dim or scaling with frequencies, got both")
-    inverse, factor, axes = frequencies
+    positions, offset = _places(
+        x, positions, offset, 2 if isinstance(frequencies, Frequencies) and frequencies.axes else 1
+    )
+    inverse, factor, axes = _chosen_frequencies(x, positions, offset, base, rotary_dim, scaling, frequencies)
     return torch.ops.attention_ops.rope(x, inverse, positions, offset, axes, layout == "interleaved", factor)
 
 
@@ -265,16 +256,11 @@ class Rope:
         queries, keys = query.shape[-2], key.shape[-2]
         if queries > keys:
             raise ValueError(f"Rope: expected query length of at most {keys} as in key, got {queries}")
-        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if self.scaling is not None:
-            width = query.shape[-1] if self.rotary_dim is None else self.rotary_dim
-            length = keys if self.positions is None else _length(key, self.positions, 0)
-            options["frequencies"] = _frequencies("Rope", width, self.base, self.scaling, length, key.device)
-            options |= {"base": BASE, "rotary_dim": None}
-        del options["scaling"]
-        positions = options.pop("positions")
+        positions, _ = _places(key, self.positions, 0, 1)
+        given = (self.base, self.rotary_dim, self.scaling, self.frequencies)
+        turn = {"layout": self.layout, "frequencies": _chosen_frequencies(key, positions, 0, *given)}
         last = {"offset": keys - queries} if positions is None else {"positions": positions[..., keys - queries :]}
-        return rope(query, **options, **last), rope(key, **options, positions=positions)
+        return rope(query, **turn, **last), rope(key, **turn, positions=positions)
 
 
 def frequencies(
@@ -365,6 +351,28 @@ def _frequencies(
     if scaling is None:
         return Frequencies(_unscaled(rotary_dim, base, device))
     return scaling.frequencies(rotary_dim, base, length, device)
+
+
+def _chosen_frequencies(
+    x: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    base: float,
+    rotary_dim: int | None,
+    scaling: Scaling | None,
+    frequencies: Frequencies | None,
+) -> Frequencies:
+    if frequencies is not None and not isinstance(frequencies, Frequencies):
+        raise TypeError(f"rope: expected frequencies a rotary.Frequencies, got {type(frequencies).__name__}")
+    if scaling is not None and not isinstance(scaling, Scaling):
+        raise TypeError(f"rope: expected scaling a rotary.Scaling, got {type(scaling).__name__}")
+    if frequencies is None:
+        width = x.shape[-1] if rotary_dim is None and x.dim() else rotary_dim or 0
+        length = _length(x, positions, offset) if scaling is not None and scaling.by_length else 0
+        return _frequencies("rope", width, base, scaling, length, x.device)
+    if rotary_dim is not None or scaling is not None or base != BASE:
+        raise ValueError("rope: expected no base, rotary_dim or scaling with frequencies, got both")
+    return frequencies
 
 
 def _places(x: Tensor, positions: Tensor | None, offset: int | Tensor, own: int) -> tuple[Tensor | None, int]:

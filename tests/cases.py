@@ -120,6 +120,7 @@ DISTANCES: dict[str, dict[str, tuple[str, torch.dtype | None, float]]] = {
     "distance_bias_inf": {"distance_bias": ("BH", None, 0.2)},
     "relative_key": {"relative_key": ("11", None, 0)},
     "relative_value": {"relative_value": ("B1", torch.float32, 0)},
+    "clipped": {"relative_key": ("1H", None, 0), "relative_value": ("B1", None, 0)},
     "relative": {"distance_bias": ("1H", None, 0), "relative_key": ("1H", None, 0), "relative_value": ("11", None, 0)},
 }
 
@@ -275,6 +276,9 @@ def make_distances(case: Case) -> dict[str, Tensor]:
         dtype = case.dtype if dtype is None or case.dtype == torch.float64 else dtype
         x = strided(sizes, dtype, case.strides)
         x = torch.where(torch.rand(sizes) < infinite, -torch.inf, x) if infinite else x
+        if case.distance == "clipped":  # far from the diagonal, where all rows of a tile are then the same
+            x = x.clone()  # of an expanded one
+            x[..., entries // 2 + 20 :, :] = x[..., entries // 2 + 20 :, :][..., :1, :].clone()
         made[name] = x[..., 0] if name == "distance_bias" else x
     return made
 

@@ -9,7 +9,7 @@ from compare import assert_exact
 from torch import Tensor
 
 import attention_ops
-from attention_ops import masks, nn, position, reference
+from attention_ops import masks, nn, position, reference, rotary
 
 KINDS = ("distance_bias", "relative_key", "relative_value")
 SUBSETS = [s for n in range(1, 4) for s in itertools.combinations(KINDS, n)]
@@ -79,7 +79,9 @@ def test_a_distance_bias_equals_the_dense_one(dtype):
     dense = position.expand(bias, 150, 290)
     for mask in ("", "causal", "sliding_window(30, 5)"):
         ours = attention_ops.attention(query, key, value, distance_bias=bias, mask=mask)
-        assert torch.equal(ours, attention_ops.attention(query, key, value, bias=dense, mask=mask))
+        wanted = attention_ops.attention(query, key, value, bias=dense, mask=mask)
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
+        torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -135,6 +137,83 @@ def test_clipped_rows_in_a_long_problem(mask):
 
     for ours, exact in zip(results(attention_ops.attention), results(reference.attention), strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
+
+
+def test_a_sample_with_others_equals_itself_alone():
+    """Bit for bit, whether the tables of the others are clipped or not."""
+    query, key, value = torch.randn(3, 3, 2, 200, 8).unbind(0)
+    shaw = nn.ShawPositions(8, reach=3)(200, 200, offset=torch.tensor([0, 40, 150]))
+    shaw["relative_value"] = torch.cat((shaw["relative_value"][:2], torch.randn(1, 1, 399, 8)))
+    out = attention_ops.attention(query, key, value, **shaw)
+    for b in range(3):
+        alone = {name: t[b : b + 1] for name, t in shaw.items()}
+        rows = (t[b : b + 1] for t in (query, key, value))
+        assert torch.equal(out[b : b + 1], attention_ops.attention(*rows, **alone))
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_two_biases_at_the_ends_of_the_range(queries):
+    """Finite ones stay finite in sum, and minus infinity hides a place whatever the other is."""
+    query, key = torch.randn(1, 1, queries, 8), torch.randn(1, 1, 70, 8)
+    entries = queries + 69
+    for end in (-3e38, 3e38):
+        bias, by_distance = torch.full((1, 1, queries, 70), end), torch.full((1, 1, entries), end)
+        out = attention_ops.attention(query, key, key, bias=bias, distance_bias=by_distance)
+        torch.testing.assert_close(out, key.mean(2, keepdim=True).expand_as(out), rtol=1e-4, atol=1e-4)
+    for other in (torch.nan, torch.inf):
+        bias, by_distance = torch.zeros(1, 1, queries, 70), torch.zeros(1, 1, entries)
+        by_distance[..., 30:] = -torch.inf
+        wanted = attention_ops.attention(query, key, key, distance_bias=by_distance)
+        bias[position.expand(by_distance, queries, 70) == -torch.inf] = other
+        assert torch.equal(attention_ops.attention(query, key, key, bias=bias, distance_bias=by_distance), wanted)
+
+
+def test_nan_that_nobody_sees_changes_no_bit():
+    query, key, value = (torch.randn(1, 2, 250, 8) for _ in range(3))
+    tables = {name: torch.randn(1, 1, 499, 8) for name in KINDS[1:]}
+    results = []
+    for spoil in (False, True):
+        if spoil:
+            for t in tables.values():
+                t[:, :, 250:] = torch.nan
+        leaves = [t.clone().requires_grad_() for t in (query, key, value, *tables.values())]
+        out = attention_ops.attention(
+            **dict(zip(("query", "key", "value", *tables), leaves, strict=True)), mask="causal"
+        )
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for ours, wanted in zip(*results, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def options_of(module: torch.nn.Module, x: Tensor) -> Tensor:
+    return attention_ops.attention(x, x, x, mask="causal", rope=rotary.Rope(), **module(x.shape[2], x.shape[2]))
+
+
+def test_compiled_and_exported_with_an_open_length():
+    module = nn.ShawPositions(8, reach=3)
+    torch._dynamo.reset()
+    compiled = torch.compile(options_of, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (6, 9, 13):
+        x = torch.randn(2, 2, length, 8, requires_grad=True)
+        ours, wanted = compiled(module, x), options_of(module, x)
+        torch.testing.assert_close(ours, wanted)
+        grads = (torch.autograd.grad(out.square().sum(), [x, *module.parameters()]) for out in (ours, wanted))
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            return options_of(self.places, x)
+
+    model = Model()
+    open_length = {"x": {2: torch.export.Dim("length", min=2)}}
+    program = torch.export.export(model, (torch.randn(2, 2, 6, 8),), dynamic_shapes=open_length).module()
+    x = torch.randn(2, 2, 11, 8)
+    torch.testing.assert_close(program(x), model(x))
 
 
 @pytest.mark.parametrize("memory", [0, 3])

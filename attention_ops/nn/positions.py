@@ -1,7 +1,7 @@
 """Modules for positions: rotary, sinusoidal, learned, and biases by distance.
 
 What rotates or is added takes `positions` [L] or [B, L] and an `offset`, a number or one for each sample [B]: a cache
-of 5 tokens and one more equals 6 at once. Biases by distance take the numbers of queries and keys alone.
+of 5 tokens and one more equals 6 at once. What depends on the distance takes the numbers of queries and keys.
 """
 
 import torch

@@ -1,4 +1,5 @@
 // Attention on the CPU: forward and backward. Compiled once per instruction set into a library of its own.
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -70,18 +71,23 @@ Six backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse,
   });
 }
 
+// Of out and lse; and out, not rounded to a half type.
 template <class T>
-Pair tangents_of(const Loaded<T>& loaded, const LoadedTangents<T>& along, In out, In lse) {
+Three tangents_of(const Loaded<T>& loaded, const LoadedTangents<T>& along, In out, In lse) {
   const Problem<T>& p = loaded.problem;
   const Tensor out_t = empty_rows<T>(out, {p.batch, p.heads, p.queries, p.value_width});
   const Tensor lse_t = empty_of<T>(lse, lse.sizes());
-  const Operand<T> out_rows(out);
+  const bool is_rounded = out.scalar_type() != kScalarType<T>;
+  const Tensor counted = is_rounded ? at::empty_like(out_t) : out;
+  const Operand<T> out_rows(counted);
   const Vector<T> lse_rows(lse);
-  const AttentionJvp<T> kernel(p, along.view,
-                               {out_rows.view(), lse_rows.data(), result_view<T>(out_t), lse_t.mutable_data_ptr<T>()});
+  const AttentionJvp<T> kernel(
+      p, along.view,
+      {is_rounded ? Matrices<const T>{} : out_rows.view(), is_rounded ? result_view<T>(counted) : Matrices<T>{},
+       lse_rows.data(), result_view<T>(out_t), lse_t.mutable_data_ptr<T>()});
   run_tasks(kernel.tasks(), 2.5 * p.pair_operations(), kernel.scratch_bytes(),
             [&](Index task, Arena& arena) { kernel.run(task, arena); });
-  return {out_t, lse_t};
+  return {out_t, lse_t, counted};
 }
 
 Pair jvp_cpu(const Attention& a, In out, In lse, Opt query_t, Opt key_t, Opt value_t, Opt bias_t, Opt distance_t,
@@ -89,7 +95,7 @@ Pair jvp_cpu(const Attention& a, In out, In lse, Opt query_t, Opt key_t, Opt val
   return in_compute_type(a.query, [&]<class T>() -> Pair {
     const Loaded<T> loaded(a);
     const LoadedTangents<T> along(query_t, key_t, value_t, bias_t, distance_t, sinks_t);
-    const auto [out_t, lse_t] = tangents_of(loaded, along, out, lse);
+    const auto [out_t, lse_t, exact] = tangents_of(loaded, along, out, lse);
     return {in_type(out_t, out.scalar_type()), lse_t};
   });
 }
@@ -101,13 +107,13 @@ Eight double_backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt 
     const Loaded<T> loaded(a);
     const LoadedTangents<T> inputs(query_t, key_t, value_t, bias_t, distance_t, sinks_t);
     // What forward mode may have counted already, but out and lse come without their tangents.
-    const auto [out_t, lse_t] = tangents_of(loaded, inputs, out, lse);
+    const auto [out_t, lse_t, exact] = tangents_of(loaded, inputs, out, lse);
     const LoadedTangents<T> along(query_t, key_t, value_t, bias_t, distance_t, sinks_t, lse_t);
     const Operand<T> out_t_rows(out_t), grad_t_rows(grad_out_t);
     const Vector<T> grad_lse_t_rows(grad_lse_t);
     const BackwardTangent<T> direction{along.view, out_t_rows.view(), grad_t_rows.view(), grad_lse_t_rows.data()};
     const auto [query, key, value, bias, distance, sinks] =
-        gradients_of<T, T>(loaded, a, out, lse, grad_out, grad_lse,
+        gradients_of<T, T>(loaded, a, exact, lse, grad_out, grad_lse,
                            {needed[0], needed[1], needed[2], needed[3], needed[4], needed[5]}, &direction);
     return {query,
             key,

@@ -2,6 +2,8 @@
 #pragma once
 #include <ATen/ops/zeros.h>
 
+#include <vector>
+
 #include "kernels/cpu/pairs.h"
 #include "kernels/cpu/problem.h"
 #include "kernels/cpu/tangents.h"
@@ -73,52 +75,31 @@ Matrices<T> result_view(const Tensor& x) {
   return {static_cast<T*>(x.mutable_data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// A table of distances, for every batch and head.
+// Rows by distance, for every batch and head.
 template <class T>
 class DistanceRows {
  public:
-  explicit DistanceRows(Opt x, Index key_width = 0) {
+  DistanceRows(Opt x, Index key_width) {
     if (!x) return;
     const Index width = x->size(3);
     tensor_ = in_type(*x, kScalarType<T>);
     if (width > 1 && tensor_.stride(3) != 1) tensor_ = tensor_.contiguous();
-    view_.has_keys = width > 1, view_.has_values = width > 1 && width > 1 + key_width;
-    view_.is_finite = width == 1 || is_finite();
-    const auto stride = [&](int d) { return tensor_.size(d) == 1 ? 0 : tensor_.stride(d); };
-    view_.tail = tensor_.size(2);
-    if (width > 1) find_constant_rows();
-    view_.rows = {tensor_.const_data_ptr<T>(), stride(0), stride(1), tensor_.stride(2)};
+    const auto stride = [](Index size, Index of) { return size == 1 ? 0 : of; };
+    const Index batches = tensor_.size(0), heads = tensor_.size(1);
+    view_.rows = {tensor_.const_data_ptr<T>(), stride(batches, tensor_.stride(0)), stride(heads, tensor_.stride(1)),
+                  tensor_.stride(2)};
+    view_.has_keys = width > 1, view_.has_values = width > 1 + key_width;
+    for (Index n = 0; width > 1 && n < batches * heads; ++n)
+      facts_.push_back(
+          facts_of_rows(view_.rows.at(n / heads, n % heads) + 1, tensor_.size(2), tensor_.stride(2), width - 1));
+    view_.facts = facts_.data();
+    view_.facts_batch_stride = stride(batches, heads), view_.facts_head_stride = stride(heads, 1);
   }
   const DistanceTable<T>& view() const { return view_; }
 
  private:
-  bool is_finite() const {
-    for (Index n = 0; n < tensor_.size(0) * tensor_.size(1); ++n) {
-      const Tensor head = tensor_.select(0, n / tensor_.size(1)).select(0, n % tensor_.size(1));
-      if (!all_finite<T>(head.const_data_ptr<T>() + 1, head.stride(0), head.size(0), head.size(1) - 1)) return false;
-    }
-    return true;
-  }
-
-  // Of every table the head and the tail in which rows differ from the first, or the last, in their bias alone.
-  void find_constant_rows() {
-    const Index count = tensor_.size(2), width = tensor_.size(3) - 1;
-    view_.head = count, view_.tail = 0;
-    for (Index n = 0; n < tensor_.size(0) * tensor_.size(1); ++n) {
-      const T* rows = tensor_.const_data_ptr<T>() + n / tensor_.size(1) * tensor_.stride(0) +
-                      n % tensor_.size(1) * tensor_.stride(1) + 1;
-      const auto same = [&](Index a, Index b) {
-        return std::equal(rows + a * tensor_.stride(2), rows + a * tensor_.stride(2) + width,
-                          rows + b * tensor_.stride(2));
-      };
-      Index head = 0, tail = count;
-      while (head < view_.head && same(0, head)) ++head;
-      while (tail > view_.tail && same(count - 1, tail - 1)) --tail;
-      view_.head = head, view_.tail = tail;
-    }
-  }
-
   Tensor tensor_;
+  std::vector<TableFacts> facts_;
   DistanceTable<T> view_;
 };
 
@@ -177,7 +158,7 @@ template <class T>
 class LoadedTangents {
  public:
   LoadedTangents(Opt query, Opt key, Opt value, Opt bias, Opt distance, Opt sinks, Opt lse = std::nullopt)
-      : query_(query), key_(key), value_(value), distance_(distance), sinks_(sinks), lse_(lse) {
+      : query_(query), key_(key), value_(value), distance_(distance, 0), sinks_(sinks), lse_(lse) {
     view = {query_.view(),    key_.view(),   value_.view(), bias ? read_view(*bias) : Tensor4{},
             distance_.view(), sinks_.data(), lse_.data()};
   }

@@ -37,7 +37,7 @@ Tensor selected(const Tensor& x, int64_t dim, const Tensor& index) {
   return surely(x.sym_size(dim).sym_eq(1)) ? x : x.index_select(dim, index);
 }
 
-// Query, lse, bias, sinks and keys of some heads and rows. The mask's data stays whole.
+// Query, lse, biases, sinks and keys of some heads and rows. The mask's data stays whole.
 struct Selection {
   Tensor query, key, value, lse;
   OptionalTensor bias, distance, sinks;
@@ -90,7 +90,15 @@ Tensor attention_weights(In query, In key, at::TensorList mask_data, std::string
     if (rows) s.take(2, *rows);
     return inputs.restore(weights_of(s, rows), !average);
   }
-  // Distances of rows that are chosen are not those of their order: one row at a time.
+  // Distances of rows that are chosen are not those of their order. A bias by distance becomes a dense one of theirs;
+  // with rows beside keys it is one row at a time.
+  if (!s.bias && surely(s.distance->sym_size(3).sym_eq(1))) {
+    const Tensor entries = at::arange(inputs.Lk, rows->options()).sub(rows->unsqueeze(1)).add(inputs.Lq - 1);
+    const Tensor chosen = s.distance->select(3, 0).index_select(2, entries.flatten());
+    s.take(2, *rows);
+    s.bias = chosen.unflatten_symint(2, entries.sym_sizes()), s.distance.reset();
+    return inputs.restore(weights_of(s, rows), !average);
+  }
   std::vector<Tensor> each;
   for (const Tensor& row : rows->split(1)) {
     Selection one = s;

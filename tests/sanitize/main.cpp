@@ -173,8 +173,17 @@ class Trial {
     const bool shared = draw(0, 1);
     const Index count = (shared ? 1 : s_.B * s_.H) * rows * columns_;
     distance_ = normal<T>(count), grad_distance_ = array_of<T>(count);
+    const Index tables = shared ? 1 : s_.B * s_.H, reach = draw(0, rows);  // beyond it a table is clipped
+    for (Index n = 0; n < tables; ++n) {
+      T* table = distance_.get() + n * rows * columns_;
+      for (Index r = reach; r < rows; ++r)
+        std::copy_n(table + reach * columns_ + 1, columns_ - 1, table + r * columns_ + 1);
+      facts_.push_back(facts_of_rows(table + 1, rows, columns_, columns_ - 1));
+      facts_.back().is_finite = draw(0, 1);
+    }
+    p_.distance.facts_batch_stride = shared ? 0 : s_.H, p_.distance.facts_head_stride = shared ? 0 : 1;
     p_.distance.rows = {distance_.get(), shared ? 0 : s_.H * rows * columns_, shared ? 0 : rows * columns_, columns_};
-    p_.distance.has_keys = parts > 0, p_.distance.has_values = parts > 1, p_.distance.is_finite = draw(0, 1);
+    p_.distance.has_keys = parts > 0, p_.distance.has_values = parts > 1, p_.distance.facts = facts_.data();
     grad_distance_view_ = {grad_distance_.get(), shared ? 1 : s_.B, shared ? 1 : s_.H};
   }
 
@@ -232,8 +241,10 @@ class Trial {
     along.out = rows<const T>(out_dot_.get(), s_.H, s_.Lq, s_.Dv);
     if (draw(0, 3)) along.grad_out = rows<const T>(grad_out_.get(), s_.H, s_.Lq, s_.Dv);
     if (draw(0, 1)) along.grad_lse = grad_lse_.get();
+    const bool again = draw(0, 1);
     const AttentionJvp<T> kernel(p_, along.of,
-                                 {rows<const T>(out_.get(), s_.H, s_.Lq, s_.Dv), lse_.get(),
+                                 {again ? Matrices<const T>{} : rows<const T>(out_.get(), s_.H, s_.Lq, s_.Dv),
+                                  again ? rows<T>(out_.get(), s_.H, s_.Lq, s_.Dv) : Matrices<T>{}, lse_.get(),
                                   rows<T>(out_dot_.get(), s_.H, s_.Lq, s_.Dv), lse_dot_.get()});
     run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
     backward(&along);
@@ -345,6 +356,7 @@ class Trial {
   Array<E> q_ = normal<E>(all_rows_ * s_.D), k_ = normal<E>(padded_size(s_.D)), v_ = normal<E>(padded_size(s_.Dv));
   Array<T> sinks_ = normal<T>(s_.H), bias_, grad_bias_, distance_, grad_distance_;
   Index columns_ = 0;  // of distance_
+  std::vector<TableFacts> facts_;
   DistanceGradient<T> grad_distance_view_;
   Tensor4 grad_bias_view_;
   Array<E> out_ = array_of<E>(all_rows_ * s_.Dv), grad_out_ = normal<E>(all_rows_ * s_.Dv);

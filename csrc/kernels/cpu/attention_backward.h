@@ -1,7 +1,7 @@
 // Backward, tile by tile from lse: p = exp(s - lse), dp from a source (weight_gradient.h), delta = sum_j p dp -
-// grad_lse, ds = p (dp - delta), then dv += p' do, dk += ds' q, dq += ds k, grad_bias += ds, and the
-// same by distance. Three passes: rows are
-// prepared, tiles are accumulated by tasks that own their keys, partial sums are added in a fixed order. No atomics.
+// grad_lse, ds = p (dp - delta), then dv += p' do, dk += ds' q, dq += ds (k + a), grad_bias += ds, and along
+// diagonals dr += ds, da += ds' q, db += p' do (score.h has r, a and b by distance). Three passes: rows are prepared,
+// tiles are accumulated by tasks that own their keys, partial sums are added in a fixed order. No atomics.
 //
 // A second derivative is the tangent of all that (tangents.h), for which the results then stand:
 //   p_dot = p (s_dot - lse_dot),  ds_dot = p_dot (dp - delta) + p (dp_dot - delta_dot),  and with x as in tangents.h

@@ -194,33 +194,26 @@ template <class T, class E>
 void AttentionBackward<T, E>::add_by_distance(const Term& term, const Work& work, const Block& block, const Scratch& w,
                                               const Site<T, E>& site, const Panels& panel, Index number) const {
   const Index row = row_of(site.b, site.h, number);
-  const auto sums = distance_.sums(work.key_group, work.query_group, site.b, site.h);
-  const bool clean = shared_.finite[row / kWidth];
-  const auto rows_from = [&](const E* padded_rows, const Matrices<const E>& natural, Index width, int lane) {
-    const PaddedRows<E> all = rows_of(padded_rows, natural, site.b, site.h, number, width);
-    return PaddedRows<E>{all.data + lane * all.stride, all.stride};
-  };
-  const bool of_query = distance_.on() && term.q.data, of_out = distance_.on() && term.grad_out.data;
-  each_span(w.tile, [&](auto, const Span& span) {
-    each_skew_block(span, term.distance.defined() ? term.distance : p_.distance, 1, site, panel, block.key,
-                    [&](Index n, int lane, const SkewBlock& part, const PaddedRows<T>& rows) {
-                      const Skew<T>& skew = w.tile.skew;
-                      const bool to_query = shared_.dq_t && term.distance.defined();
-                      if (to_query && part.is_constant)
-                        skew.add_constant_to_queries(dq_panel(work.key_group, row) + lane, kWidth, rows, term.ds + n,
-                                                     kWidth, p_.width, term.distance.is_finite, part);
-                      if ((to_query && !part.is_constant) || of_query) skew.spread(term.ds + n, kWidth, part);
-                      if (to_query && !part.is_constant)
-                        skew.add_to_queries(dq_panel(work.key_group, row) + lane, kWidth, rows, p_.width,
-                                            term.distance.is_finite, part);
-                      if (of_query)
-                        distance_.add_rows(sums, false, skew, part, rows_from(term.rows.q_rows, term.q, p_.width, lane),
-                                           clean);
-                      if (!p_.distance.has_values || !of_out) return;
-                      skew.spread(term.p + n, kWidth, part);
-                      distance_.add_rows(sums, true, skew, part,
-                                         rows_from(term.rows.do_rows, term.grad_out, p_.value_width, lane), clean);
+  const Index sums = distance_.sums(work.key_group, work.query_group, site.b, site.h);
+  // da or db += a' rows, from column c of the sums on
+  const auto add_rows = [&](const T* a, const E* padded_rows, const Matrices<const E>& natural, Index c, Index width,
+                            const Span& span) {
+    const PaddedRows<E> rows = rows_of(padded_rows, natural, site.b, site.h, number, width);
+    each_skew_block(span, p_.distance, 1, site, panel, block.key,
+                    [&](Index n, int lane, const SkewBlock& part, const PaddedRows<T>&) {
+                      w.tile.skew.spread(a + n, kWidth, part);
+                      distance_.add_rows(sums, c, padded(width), w.tile.skew, part,
+                                         {rows.data + lane * rows.stride, rows.stride}, shared_.finite[row / kWidth]);
                     });
+  };
+  each_span(w.tile, [&](auto, const Span& span) {
+    if (shared_.dq_t && term.distance.defined())
+      add_to_queries_by_distance(dq_panel(work.key_group, row), term.ds, w.tile, span, term.distance, 1, p_.width, site,
+                                 panel, block.key);
+    if (!distance_.on()) return;
+    if (term.q.data) add_rows(term.ds, term.rows.q_rows, term.q, 0, p_.width, span);
+    if (p_.distance.has_values && term.grad_out.data)
+      add_rows(term.p, term.rows.do_rows, term.grad_out, padded(p_.width), p_.value_width, span);
   });
 }
 

@@ -200,10 +200,12 @@ template <int R>
 void AttentionDecode<E>::fill_bias(Scratch& w, const Rows& rows, Index key, int keys) const {
   std::fill_n(w.tile.bias, kTileKeys * R, T(0));
   for (size_t r = 0; r < rows.size(); ++r) {
+    std::fill_n(w.column, kTileKeys, T(0));
     const auto add = [&]<class B>(const B* from, Index stride) {
       for (int k = 0; k < keys; k += kStep)
-        store(w.column + k, scaled_bias<T>(read_elements<T>(from + k * stride, stride, std::min(kStep, keys - k))));
-      for (int k = 0; k < keys; ++k) w.tile.bias[k * R + r] += w.column[k];
+        store(w.column + k,
+              sum_of_biases<T>(load(w.column + k),
+                               scaled_bias<T>(read_elements<T>(from + k * stride, stride, std::min(kStep, keys - k)))));
     };
     const Index b = rows[r].site.b, h = rows[r].site.h, i = rows[r].query;
     const Tensor4& x = p_.bias;
@@ -211,6 +213,7 @@ void AttentionDecode<E>::fill_bias(Scratch& w, const Rows& rows, Index key, int 
     if (x.defined())
       with_element(x.element, [&]<class B>(B*) { add(static_cast<const B*>(x.data) + first, x.strides[3]); });
     if (p_.distance.defined()) add(p_.distance.row(b, h, key - i + p_.queries - 1), p_.distance.rows.row_stride);
+    for (int k = 0; k < keys; ++k) w.tile.bias[k * R + r] = w.column[k];
   }
 }
 

@@ -1,7 +1,7 @@
-// Forward: s = scale q k' (score.h), p = 2^(s - m), l = sum p, o = p v / l, lse = m + log l, with l and o summed tile
-// by tile and the sink last. m is the maximum of the first keys that a row sees: it moves only where later scores are
-// far above it, so that products, exponentials and sums are one pass. Queries lie in vector lanes: s[key][query],
-// o[column][query]; nothing is summed across lanes.
+// Forward: s = scale q (k + a)' (score.h), p = 2^(s - m), l = sum p, o = p (v + b) / l, lse = m + log l, with l and o
+// summed tile by tile and the sink last. m is the maximum of the first keys that a row sees: it moves only where later
+// scores are far above it, so that products, exponentials and sums are one pass. Queries lie in vector lanes:
+// s[key][query], o[column][query]; nothing is summed across lanes.
 #pragma once
 #include <cmath>
 

@@ -11,8 +11,9 @@ namespace attention_ops {
 // What a call of the forward gave, and where the tangents of that go.
 template <class T>
 struct JvpRows {
-  Matrices<const T> out;  // [B, H, Lq, Dv]
-  const T* lse;           // [B, H, Lq]
+  Matrices<const T> out;  // [B, H, Lq, Dv]; where it was rounded, there is none, and it is counted again into `counted`
+  Matrices<T> counted;
+  const T* lse;  // [B, H, Lq]
   Matrices<T> out_dot;
   T* lse_dot;
 };
@@ -27,7 +28,7 @@ class AttentionJvp {
   size_t scratch_bytes() const {
     Scratch scratch;
     Pieces count;
-    scratch.take(count, p_, along_);
+    scratch.take(count, p_, along_, rows_.counted.data);
     return count.bytes;
   }
 
@@ -35,7 +36,7 @@ class AttentionJvp {
   void run(Index task, Arena& arena) const {
     Scratch w;
     Pieces pieces(&arena);
-    w.take(pieces, p_, along_);
+    w.take(pieces, p_, along_, rows_.counted.data);
     const Index panels = Panels::number(p_.queries), bh = task / panels;
     const Site<T> site(p_, bh / p_.heads, bh % p_.heads);
     Panels panel(p_, panels - 1 - task % panels);
@@ -50,17 +51,18 @@ class AttentionJvp {
   static constexpr int kWidth = Panels::kWidth, kStep = kLanes<T>;
 
   struct Scratch {
-    T *q_t = nullptr, *q_dot_t = nullptr, *o_dot_t = nullptr, *lse_dot = nullptr;
+    T *q_t = nullptr, *q_dot_t = nullptr, *o_t = nullptr, *o_dot_t = nullptr, *lse_dot = nullptr;
     RowNorm<T> norm;
     LaneInt<T>* keep = nullptr;
     ScoreTile<T> tile;
     TangentTile<T> dot;
     Index visited = 0;
 
-    void take(Pieces& pieces, const Problem<T>& p, const Tangents<T>& along) {
+    void take(Pieces& pieces, const Problem<T>& p, const Tangents<T>& along, bool counts) {
       pieces(q_t, p.width * kWidth);
       if (along.q.data) pieces(q_dot_t, p.width * kWidth);
       pieces(o_dot_t, p.value_width * kWidth);
+      if (counts) pieces(o_t, p.value_width * kWidth);
       pieces(lse_dot, kWidth), pieces(norm.base, kWidth), pieces(norm.log2_l, kWidth);
       if (p.dropout.on()) pieces(keep, Index(kTileKeys) * kWidth);
       tile.take(pieces, p, kWidth, /*derivatives=*/true);
@@ -78,6 +80,7 @@ class AttentionJvp {
     panel.q_t = w.q_t;
     find_row_norm(w.norm, rows_.lse + first_row(site, panel), w.tile, site, panel);
     std::fill_n(w.o_dot_t, p_.value_width * kWidth, T(0));
+    if (w.o_t) std::fill_n(w.o_t, p_.value_width * kWidth, T(0));
     std::fill_n(w.lse_dot, kWidth, T(0));
   }
 
@@ -90,8 +93,9 @@ class AttentionJvp {
     weigh(w, site, panel, key);
     compute_tangents(w.dot, w.tile, site, panel, along_, w.q_dot_t, key, keys);
     each_span(w.tile, [&](auto vectors, const Span& span) { move_weights<vectors>(w, span); });
-    add_values(w, w.dot.s, p_.v, site, key, keys);
-    if (along_.v.data) add_values(w, w.tile.s, along_.v, site, key, keys);
+    add_values(w.o_dot_t, w, w.dot.s, p_.v, site, key, keys);
+    if (along_.v.data) add_values(w.o_dot_t, w, w.tile.s, along_.v, site, key, keys);
+    if (w.o_t) add_values(w.o_t, w, w.tile.s, p_.v, site, key, keys);
     if (p_.distance.has_values) add_by_distance(w, site, panel, key);
   }
 
@@ -128,8 +132,8 @@ class AttentionJvp {
     for (int v = 0; v < NV; ++v) store(lse_dot + v * kStep, sum[v]);
   }
 
-  // o_dot += a rows
-  void add_values(const Scratch& w, const T* a, const Matrices<const T>& values, const Site<T>& site, Index key,
+  // out += a rows, in lanes
+  void add_values(T* out, const Scratch& w, const T* a, const Matrices<const T>& values, const Site<T>& site, Index key,
                   int keys) const {
     const T* rows = values.at(site.b, site.h / p_.group()) + key * values.row_stride;
     const bool some = w.tile.cover == Cover::some;
@@ -138,20 +142,21 @@ class AttentionJvp {
       const Index lane = span.vector * kStep, n = Index(span.key) * kWidth + lane;
       const T* from = rows + span.key * values.row_stride;
       if (clean)
-        add_to_lanes<kWidth, vectors>(w.o_dot_t + lane, from, values.row_stride, a + n, p_.value_width, span.keys);
+        add_to_lanes<kWidth, vectors>(out + lane, from, values.row_stride, a + n, p_.value_width, span.keys);
       else
-        add_visible_to_lanes<kWidth, vectors>(w.o_dot_t + lane, from, values.row_stride, a + n, p_.value_width,
-                                              span.keys, w.tile.visible + n);
+        add_visible_to_lanes<kWidth, vectors>(out + lane, from, values.row_stride, a + n, p_.value_width, span.keys,
+                                              w.tile.visible + n);
     });
   }
 
   void add_by_distance(const Scratch& w, const Site<T>& site, const Panels& panel, Index key) const {
-    const auto add = [&](const T* a, const DistanceTable<T>& table, const Span& span) {
-      add_to_queries_by_distance(w.o_dot_t, a, w.tile, span, table, 1 + p_.width, p_.value_width, site, panel, key);
+    const auto add = [&](T* out, const T* a, const DistanceTable<T>& table, const Span& span) {
+      add_to_queries_by_distance(out, a, w.tile, span, table, 1 + p_.width, p_.value_width, site, panel, key);
     };
     each_span(w.tile, [&](auto, const Span& span) {
-      add(w.dot.s, p_.distance, span);
-      if (along_.distance.defined()) add(w.tile.s, along_.distance, span);
+      add(w.o_dot_t, w.dot.s, p_.distance, span);
+      if (along_.distance.defined()) add(w.o_dot_t, w.tile.s, along_.distance, span);
+      if (w.o_t) add(w.o_t, w.tile.s, p_.distance, span);
     });
   }
 
@@ -164,14 +169,21 @@ class AttentionJvp {
     std::copy_n(w.lse_dot, panel.count, rows_.lse_dot + first_row(site, panel));
     T ones[kWidth];
     std::fill_n(ones, kWidth, T(1));
-    const T* out = rows_.out.at(site.b, site.h) + panel.first * rows_.out.row_stride;
+    if (w.o_t)
+      lanes_to_rows(rows_.counted.at(site.b, site.h) + panel.first * rows_.counted.row_stride, rows_.counted.row_stride,
+                    w.o_t, kWidth, ones, panel.count, p_.value_width);
+    const Matrices<const T> rows = w.o_t ? as_input(rows_.counted) : rows_.out;
+    const T* out = rows.at(site.b, site.h) + panel.first * rows.row_stride;
     T* out_dot = rows_.out_dot.at(site.b, site.h) + panel.first * rows_.out_dot.row_stride;
     lanes_to_rows(w.o_dot_t, kWidth, ones, panel.count, p_.value_width, [&](int r, Index c, Vec<T> x, int n) {
-      const Vec<T> o = read_elements<T>(out + r * rows_.out.row_stride + c, 1, n);
+      const Vec<T> o = read_elements<T>(out + r * rows.row_stride + c, 1, n);
       write_elements(out_dot + r * rows_.out_dot.row_stride + c, fma(splat(-w.lse_dot[r]), o, x), n);
     });
   }
 
+  static Matrices<const T> as_input(const Matrices<T>& x) {
+    return {x.data, x.batch_stride, x.head_stride, x.row_stride};
+  }
   Index first_row(const Site<T>& site, const Panels& panel) const {
     return (site.b * p_.heads + site.h) * p_.queries + panel.first;
   }

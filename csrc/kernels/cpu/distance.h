@@ -4,16 +4,30 @@
 #pragma once
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/problem.h"
+#include "kernels/cpu/rows.h"
 
 namespace attention_ops {
+
+// Of `count` rows, `stride` apart, without their bias.
+template <class T>
+TableFacts facts_of_rows(const T* rows, Index count, Index stride, Index width) {
+  const auto same = [&](Index a, Index b) {
+    return std::equal(rows + a * stride, rows + a * stride + width, rows + b * stride);
+  };
+  TableFacts facts{all_finite<T>(rows, stride, count, width), 0, count};
+  while (facts.head < count && same(0, facts.head)) ++facts.head;
+  while (facts.tail > 0 && same(count - 1, facts.tail - 1)) --facts.tail;
+  return facts;
+}
 
 // Some keys of a tile and one vector of queries.
 struct SkewBlock {
   Index first;       // row of key 0 in the last lane; below 0 for lanes past the last query
   int keys, lanes;   // lanes that are queries
-  bool is_constant;  // all its rows are the same
+  int rows;          // that all of them have
+  bool is_constant;  // the rows are all the same
+  bool is_finite;    // as are all of their table
 
-  int rows(int step) const { return keys + step - 1; }
   int skipped() const { return int(std::max<Index>(-first, 0)); }  // rows before the table: nobody is given those
 };
 
@@ -29,7 +43,7 @@ class Skew {
   void multiply(T* out, Index ldo, const PaddedRows<T>& rows, const T* x, Index ldx, Index width,
                 const SkewBlock& block) const {
     if (block.is_constant) return multiply_constant<Add>(out, ldo, rows, x, ldx, width, block.keys);
-    const int skipped = block.skipped(), count = block.rows(kStep);
+    const int skipped = block.skipped(), count = block.rows;
     std::fill_n(t_, skipped * kStep, T(0));
     multiply_rows_of(t_ + skipped * kStep, rows, x, ldx, count - skipped, width);
     int left = count;
@@ -38,18 +52,18 @@ class Skew {
       const Ints<T> moves = lanes_with(shift);
       const bool last = shift == 1;
       for (int r = 0; r < left; ++r) {
-        const Vec<T> x = moves ? load(t_ + (r + shift) * kStep) : load(t_ + r * kStep);
+        const Vec<T> moved = moves ? load(t_ + (r + shift) * kStep) : load(t_ + r * kStep);
         if (!last)
-          store(t_ + r * kStep, x);
+          store(t_ + r * kStep, moved);
         else
-          store(out + r * ldo, Add ? load(out + r * ldo) + x : x);
+          store(out + r * ldo, Add ? load(out + r * ldo) + moved : moved);
       }
     }
   }
 
   // Skews a[keys][lanes] back, for the two products below.
   void spread(const T* a, Index lda, const SkewBlock& block) const {
-    const int count = block.rows(kStep);
+    const int count = block.rows;
     for (int k = 0; k < block.keys; ++k) store(t_ + k * kStep, load(a + k * lda));
     std::fill(t_ + block.keys * kStep, t_ + count * kStep, T(0));
     for (int shift = 1; shift < kStep; shift *= 2) {
@@ -62,20 +76,20 @@ class Skew {
   }
   // out[column][lane] += row[column] sum_k a[k][lane], where all rows are that one; without `spread`.
   void add_constant_to_queries(T* out, Index ldo, const PaddedRows<T>& rows, const T* a, Index lda, Index width,
-                               bool clean, const SkewBlock& block) const {
+                               const SkewBlock& block) const {
     Vec<T> sum{};
     for (int k = 0; k < block.keys; ++k) sum += load(a + k * lda);
     store(t_, sum);
-    if (!clean) return add_nonzero_to_queries(out, ldo, rows, t_, width, 1);
-    for (Index c = 0; c < width; ++c) store(out + c * ldo, fma(splat(rows.data[c]), sum, load(out + c * ldo)));
+    if (!block.is_finite) return add_nonzero_to_queries(out, ldo, rows, t_, width, 1);
+    for (Index c = 0; c < width; ++c)
+      store(out + c * ldo, load(out + c * ldo) + fma(splat(rows.data[c]), sum, Vec<T>{}));
   }
   // out[column][lane] += sum_r rows[r][column] t[r][lane]. Rows that nothing is multiplied by may hold anything, as
-  // masked places may, unless all are known to be `clean`.
-  void add_to_queries(T* out, Index ldo, const PaddedRows<T>& rows, Index width, bool clean,
-                      const SkewBlock& block) const {
-    const int skipped = block.skipped(), count = block.rows(kStep) - skipped;
+  // masked places may.
+  void add_to_queries(T* out, Index ldo, const PaddedRows<T>& rows, Index width, const SkewBlock& block) const {
+    const int skipped = block.skipped(), count = block.rows - skipped;
     const T* t = t_ + skipped * kStep;
-    if (!clean) return add_nonzero_to_queries(out, ldo, rows, t, width, count);
+    if (!block.is_finite) return add_nonzero_to_queries(out, ldo, rows, t, width, count);
     each_row_tile<kTileRows<1>>(width, [&](auto tile_rows, Index c) {
       Accumulators<T, tile_rows, 1> acc{};
       multiply_columns<T, tile_rows, 1>(acc, rows.data + c, rows.stride, t, kStep, count);
@@ -85,9 +99,9 @@ class Skew {
       });
     });
   }
-  // out[r][:] += sum_lane t[r][lane] x[lane][:], rows of whole vectors.
+  // out[r][:] += sum_lane t[r][lane] x[lane][:], rows of whole vectors; `clean` if all of x is finite.
   void add_to_rows(T* out, Index ldo, const PaddedRows<T>& x, Index width, bool clean, const SkewBlock& block) const {
-    const int skipped = block.skipped(), count = block.rows(kStep) - skipped;
+    const int skipped = block.skipped(), count = block.rows - skipped;
     const T* t = t_ + skipped * kStep;
     if (!clean) return add_nonzero_to_rows(out, ldo, x, t, width, count, block.lanes);
     each_row_tile<kRegisterVectors>(width / kStep, [&](auto vectors, Index column) {
@@ -133,22 +147,26 @@ class Skew {
     return load_lanes<T>(lanes);
   }
 
+  // The same to the bit, but for what is multiplied by 0.
   static void add_nonzero_to_queries(T* out, Index ldo, const PaddedRows<T>& rows, const T* t, Index width, int count) {
     for (Index c = 0; c < width; ++c) {
-      Vec<T> acc = load(out + c * ldo);
+      Vec<T> acc{};
       for (int r = 0; r < count; ++r) {
         const Vec<T> factor = load(t + r * kStep);
         acc = factor == Vec<T>{} ? acc : fma(splat(rows.data[r * rows.stride + c]), factor, acc);
       }
-      store(out + c * ldo, acc);
+      store(out + c * ldo, load(out + c * ldo) + acc);
     }
   }
   static void add_nonzero_to_rows(T* out, Index ldo, const PaddedRows<T>& x, const T* t, Index width, int count,
                                   int lanes) {
     for (int r = 0; r < count; ++r)
-      for (int l = 0; l < lanes; ++l) {
-        const T factor = t[r * kStep + l];
-        for (Index c = 0; c < width && factor != 0; ++c) out[r * ldo + c] += factor * x.data[l * x.stride + c];
+      for (Index c = 0; c < width; c += kStep) {
+        Vec<T> acc{};
+        for (int l = 0; l < lanes; ++l)
+          if (const T factor = t[r * kStep + l]; factor != 0)
+            acc = fma(splat(factor), load(x.data + l * x.stride + c), acc);
+        store(out + r * ldo + c, load(out + r * ldo + c) + acc);
       }
   }
 

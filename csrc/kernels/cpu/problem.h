@@ -15,18 +15,25 @@ namespace attention_ops {
 
 constexpr int kTileKeys = 64;  // keys of a tile, in every kernel
 
+// What is known of the rows a and b of one table: below `head` all are the same, and from `tail` on, if they are
+// clipped.
+struct TableFacts {
+  bool is_finite;
+  Index head, tail;
+};
+
 // Rows that depend on the distance alone, row j - i + Lq - 1: a bias r, then a, which is added to the key, then b,
 // which is added to the value. Not all tables have a and b.
 template <class T>
 struct DistanceTable {
   Matrices<const T> rows;  // [B, H, Lq + Lk - 1, 1 or 1 + D or 1 + D + Dv]
   bool has_keys = false, has_values = false;
-  bool is_finite = true;
-  Index head = 0,
-        tail = 0;  // all rows of a and b below `head` are the same, and all from `tail` on, if they are clipped
+  const TableFacts* facts = nullptr;  // of each table, where there are a and b
+  Index facts_batch_stride = 0, facts_head_stride = 0;
 
   bool defined() const { return rows.data; }
   const T* row(Index b, Index h, Index n) const { return rows.at(b, h) + n * rows.row_stride; }
+  const TableFacts& facts_of(Index b, Index h) const { return facts[b * facts_batch_stride + h * facts_head_stride]; }
 };
 
 // s = softcap(scale q (k + a)') + bias + r where the mask allows, computed in T. Rows are elements of type E next to

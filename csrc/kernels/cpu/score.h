@@ -117,12 +117,14 @@ void load_by_distance(T* out, const DistanceTable<T>& table, const Site<T, E>& s
   for (Index n = 0; n < size; n += kLanes<T>) store(out + n, map(load(out + n)));
 }
 
-// The sum of two biases, of which finite ones stay finite.
+// The sum of two biases: finite ones stay finite, and either one's minus infinity hides the place.
 template <class T>
 Vec<T> sum_of_biases(Vec<T> a, Vec<T> b) {
+  const Vec<T> hidden = splat(-kInfinity<T>);
   const Vec<T> limit = splat(std::numeric_limits<T>::max()), sum = a + b;
   const Vec<T> low = sum < -limit ? -limit : sum, clamped = low > limit ? limit : low;
-  return (a >= -limit) & (a <= limit) & (b >= -limit) & (b <= limit) ? clamped : sum;
+  const Vec<T> visible = (a >= -limit) & (a <= limit) & (b >= -limit) & (b <= limit) ? clamped : sum;
+  return (a == hidden) | (b == hidden) ? hidden : visible;
 }
 
 // What is added to the tile's products: a dense bias, one by distance, which is read as it lies, or their sum.
@@ -149,24 +151,19 @@ void find_added(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& p
   tile.added = tile.bias, tile.added_stride = kWidth;
 }
 
-// One vector of a span, `lane` its first, as a block of the table of distances.
-template <class T, class E>
-SkewBlock skew_block(const Site<T, E>& site, const Panel<T, E>& panel, Index key, const Span& span, int lane) {
-  constexpr int kStep = kLanes<T>;
-  const Index query = panel.first + lane + kStep - 1;
-  return {key + span.key - query + site.of.queries - 1, span.keys, std::min(kStep, panel.count - lane), false};
-}
-
 // Calls f(offset of its first element, first lane, block, rows of `table` from column c on) for each vector of a span.
 template <class T, class E, class F>
 void each_skew_block(const Span& span, const DistanceTable<T>& table, Index c, const Site<T, E>& site,
                      const Panel<T, E>& panel, Index key, F&& f) {
-  for (int lane = span.vector * kLanes<T>; lane < (span.vector + span.vectors) * kLanes<T>; lane += kLanes<T>) {
-    SkewBlock block = skew_block(site, panel, key, span, lane);
-    const Index end = block.first + block.rows(kLanes<T>);
-    block.is_constant = end <= table.head || block.first >= table.tail;
+  constexpr int kStep = kLanes<T>;
+  const TableFacts& facts = table.facts_of(site.b, site.h);
+  const int rows = span.keys + kStep - 1;
+  for (int lane = span.vector * kStep; lane < (span.vector + span.vectors) * kStep; lane += kStep) {
+    const Index first = key + span.key - (panel.first + lane + kStep - 1) + site.of.queries - 1;
+    const bool is_constant = first + rows <= facts.head || first >= facts.tail;
+    const SkewBlock block{first, span.keys, std::min(kStep, panel.count - lane), rows, is_constant, facts.is_finite};
     f(Index(span.key) * Panel<T, E>::kWidth + lane, lane, block,
-      PaddedRows<T>{table.row(site.b, site.h, block.first + block.skipped()) + c, table.rows.row_stride});
+      PaddedRows<T>{table.row(site.b, site.h, first + block.skipped()) + c, table.rows.row_stride});
   }
 }
 
@@ -190,10 +187,9 @@ void add_to_queries_by_distance(T* out, const T* a, const ScoreTile<T>& tile, co
   each_skew_block(span, table, c, site, panel, key,
                   [&](Index n, int lane, const SkewBlock& block, const PaddedRows<T>& rows) {
                     if (block.is_constant)
-                      return tile.skew.add_constant_to_queries(out + lane, kWidth, rows, a + n, kWidth, width,
-                                                               table.is_finite, block);
+                      return tile.skew.add_constant_to_queries(out + lane, kWidth, rows, a + n, kWidth, width, block);
                     tile.skew.spread(a + n, kWidth, block);
-                    tile.skew.add_to_queries(out + lane, kWidth, rows, width, table.is_finite, block);
+                    tile.skew.add_to_queries(out + lane, kWidth, rows, width, block);
                   });
 }
 
