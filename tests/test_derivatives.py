@@ -68,8 +68,8 @@ def check(case: cases.Case, ours: Callable, formula: Callable, without: tuple[st
     exact = first_and_second(formula, inputs.to(torch.float64), draw, **more)
     for name, x in found.items():
         factor = OUTPUT if name.startswith("tangent") else SECOND
-        # A tangent is the difference of two sums, of weights from a rounded lse. A second derivative has four of them where a first has two, each
-        # through the weights and through lse; and where out is a half type, delta is made of its rounded numbers.
+        # A tangent is the difference of two sums, of weights from a rounded lse. A second derivative has four of them
+        # where a first has two, each through the weights and through lse.
         terms = 9 if name.startswith("tangent") else 16
         assert_close(x, plain[name], exact[name], factor, name, cases.rows_summed(case, name, x) * terms)
 
