@@ -3,6 +3,7 @@
 import cases
 import pytest
 import test_attention
+import test_derivatives
 import torch
 from backends import BACKENDS, HAS_GPU, on_model, running_on
 from compare import assert_exact
@@ -32,6 +33,15 @@ def test_values_and_gradients(case, device):
 )
 def test_the_rest_of_the_grid(case):
     test_attention.check(case, "cuda")
+
+
+def check_derivatives(case: cases.Case, device: str) -> None:
+    test_derivatives.check(case, attention_ops.attention, reference.attention, return_lse=True, device=device)
+
+
+@pytest.mark.parametrize("case", cases.COMPACT, ids=str)
+def test_tangents_and_second_derivatives(case, device):
+    check_derivatives(case, device)
 
 
 HALF_WIDTHS = [(torch.bfloat16, n) for n in (24, 72, 136, 257)] + [(torch.float16, n) for n in (64, 128, 256)]

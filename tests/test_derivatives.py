@@ -37,7 +37,7 @@ def like(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def typed(given: list[Tensor], tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(g.to(t.dtype) for g, t in zip(given, tensors, strict=True))
+    return tuple(g.to(t) for g, t in zip(given, tensors, strict=True))
 
 
 def first_and_second(function: Callable, inputs: cases.Inputs, draw: dict, **more) -> dict[str, Tensor]:
@@ -52,18 +52,20 @@ def first_and_second(function: Callable, inputs: cases.Inputs, draw: dict, **mor
     found = {f"tangent {n}": t for n, t in enumerate(tangents)}
     leaves = [t.clone().requires_grad_() for t in tensors]
     results = call(*leaves)
-    grads = [g.to(r.dtype).requires_grad_() for g, r in zip(draw["grads"], results, strict=True)]
+    grads = [g.to(r).requires_grad_() for g, r in zip(draw["grads"], results, strict=True)]
     first = torch.autograd.grad(results, leaves, grads, create_graph=True, materialize_grads=True)
-    terms = [(g * d.to(g.dtype)).double().sum() for g, d in zip(first, draw["second"], strict=True)]
+    terms = [(g * d.to(g)).double().sum() for g, d in zip(first, draw["second"], strict=True)]
     names = [*inputs.tensors, *(f"gradient {n}" for n in range(len(grads)))]
     second = torch.autograd.grad(sum(terms), [*leaves, *grads], materialize_grads=True)
     return found | dict(zip(names, second, strict=True))
 
 
-def check(case: cases.Case, ours: Callable, formula: Callable, without: tuple[str, ...] = (), **more) -> None:
+def check(
+    case: cases.Case, ours: Callable, formula: Callable, without: tuple[str, ...] = (), device: str = "cpu", **more
+) -> None:
     made, draw = cases.make(case), {}
     inputs = cases.Inputs({n: t for n, t in made.tensors.items() if n not in without}, made.options)
-    found = first_and_second(ours, inputs, draw, **more)
+    found = {name: x.cpu() for name, x in first_and_second(ours, inputs.on(device), draw, **more).items()}
     plain = first_and_second(formula, inputs.to(case.dtype), draw, **more)
     exact = first_and_second(formula, inputs.to(torch.float64), draw, **more)
     for name, x in found.items():

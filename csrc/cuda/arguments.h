@@ -27,6 +27,11 @@ class Numbers {
   Tensor tensor_;
 };
 
+// A four-dimensional tensor that plain kernels read, or none.
+inline Tensor4 read(const Call& call, const OptionalTensor& x) {
+  return x && x->defined() ? read_view(call.reads(*x)) : Tensor4{};
+}
+
 // Four-dimensional tensors as kernels read them.
 class Operand {
  public:
@@ -42,8 +47,8 @@ class Operand {
 // The problem of one call, with the tensors that it points into.
 class Loaded {
  public:
-  Loaded(const Call& call, const Attention& a)
-      : on_tensor_cores(attention_ops::on_tensor_cores(a)),
+  Loaded(const Call& call, const Attention& a, bool on_tensor_cores)
+      : on_tensor_cores(on_tensor_cores),
         query_(call, a.query, on_tensor_cores),
         key_(call, a.key, on_tensor_cores),
         value_(call, a.value, on_tensor_cores),

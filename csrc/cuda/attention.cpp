@@ -1,5 +1,7 @@
-// Attention on CUDA: forward and backward. Scratch comes from torch's allocator, and all work goes to its stream.
+// Attention on CUDA: forward, backward, and the tangents of both. Scratch comes from torch's allocator, and all work
+// goes to its stream.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include "cuda/arguments.h"
@@ -30,13 +32,14 @@ Problem only_if(const Problem& problem, const int* flag) {
 // Gradients of one call; undefined where nobody asked.
 struct Gradients {
   Tensor query, key, value, bias, sinks;
+  at::ScalarType type;  // of sums
 
-  Gradients(const Attention& a, std::array<bool, 6> needed, bool on_tensor_cores) {
+  Gradients(const Attention& a, std::array<bool, 6> needed, bool on_tensor_cores) : type(lse_type(a.query)) {
     if (needed[0]) query = empty_aligned(a.query, on_tensor_cores);
     if (needed[1]) key = empty_aligned(a.key, on_tensor_cores);
     if (needed[2]) value = empty_aligned(a.value, on_tensor_cores);
     if (needed[3] && a.bias) bias = empty_like_shape(*a.bias);
-    if (needed[5] && a.sinks) sinks = scratch(*a.sinks, a.sinks->sizes(), lse_type(a.query));
+    if (needed[5] && a.sinks) sinks = scratch(*a.sinks, a.sinks->sizes(), type);
   }
   BackwardResult view(const Call& call) const {
     return {result(call, query), result(call, key), result(call, value), result(call, bias), pointer(call, sinks)};
@@ -55,20 +58,79 @@ struct Gradients {
   }
 };
 
-void bias_gradient(const Call& call, const Problem& problem, const BackwardInput& in, const Tensor& grad,
-                   at::ScalarType type) {
-  BiasPlan plan(problem, result_view4(grad));
-  Tensor sums;
-  if (plan.shares > 1) sums = scratch(grad, {plan.shares, grad.numel()}, type);
-  plan.sums = pointer(call, sums);
-  simt_bias(problem, in, result(call, grad), plan, call.stream());
+// What a backward pass reads and prepares for each row, with the tensors that it points into.
+class LoadedRows {
+ public:
+  LoadedRows(const Call& call, const Loaded& loaded, In out, In lse)
+      : out_(call, out, false),
+        lse_(call, lse, lse.scalar_type()),
+        norm_(scratch(lse, {2, loaded.problem.rows()}, lse.scalar_type())) {
+    in.out = out_.view(), in.lse = lse_.data();
+    in.base = pointer(call, norm_[0]), in.log2_l = pointer(call, norm_[1]);
+  }
+  LoadedRows(const LoadedRows&) = delete;
+
+  void take_gradients(const Call& call, const Loaded& loaded, In out, In lse, Opt grad_out, Opt grad_lse) {
+    grad_out_.emplace(call, grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out),
+                      loaded.on_tensor_cores);
+    grad_lse_.emplace(call, grad_lse, lse.scalar_type());
+    delta_ = at::empty_like(norm_[0]);
+    in.grad_out = grad_out_->view(), in.grad_lse = grad_lse_->data(), in.delta = pointer(call, delta_);
+  }
+
+  BackwardInput in{};
+
+ private:
+  Operand out_;
+  Numbers lse_;
+  std::optional<Operand> grad_out_;
+  std::optional<Numbers> grad_lse_;
+  Tensor norm_, delta_;
+};
+
+// The tangents of one call's inputs.
+class LoadedTangents {
+ public:
+  LoadedTangents(const Call& call, In lse, Opt query, Opt key, Opt value, Opt bias, Opt sinks)
+      : sinks_(call, sinks, lse.scalar_type()),
+        view{read(call, query), read(call, key), read(call, value), read(call, bias), sinks_.data()} {}
+  LoadedTangents(const LoadedTangents&) = delete;
+
+ private:
+  Numbers sinks_;
+
+ public:
+  const Tangents view;
+};
+
+// The sums over rows of all batches: of a bias, and of the sinks. In a second derivative, along a direction.
+template <class... Along>
+void sum_gradients(const Call& call, const Problem& p, const BackwardInput& in, const Gradients& grads,
+                   const Along&... along) {
+  if (grads.bias.defined() && grads.bias.numel() > 0) {
+    BiasPlan plan(p, result_view4(grads.bias));
+    Tensor sums;
+    if (plan.shares > 1) sums = scratch(grads.bias, {plan.shares, grads.bias.numel()}, grads.type);
+    plan.sums = pointer(call, sums);
+    simt_bias(p, in, along..., result(call, grads.bias), plan, call.stream());
+  }
+  if (grads.sinks.defined()) simt_sinks(p, in, along..., pointer(call, grads.sinks), call.stream());
+}
+
+// Of out and lse, from what simt_prepare found.
+Pair tangents_of(const Call& call, const Problem& p, const BackwardInput& in, const Tangents& along, In lse,
+                 at::ScalarType type) {
+  const Tensor out_t = empty_heads(lse.options().dtype(type), p.batch, p.heads, p.queries, p.value_width);
+  const Tensor lse_t = scratch(lse, lse.sizes(), lse.scalar_type());
+  simt_jvp(p, in, along, {result(call, out_t), pointer(call, lse_t)}, call.stream());
+  return {out_t, lse_t};
 }
 
 }  // namespace
 
 Pair forward_cuda(const Attention& a) {
   const Call call(a.query);
-  const Loaded loaded(call, a);
+  const Loaded loaded(call, a, on_tensor_cores(a));
   const Problem& p = loaded.problem;
   const int64_t width = loaded.on_tensor_cores ? aligned_width(a.value) : p.value_width;
   const Tensor out = empty_heads(a.query.options(), p.batch, p.heads, p.queries, width);
@@ -87,29 +149,63 @@ Pair forward_cuda(const Attention& a) {
 
 Six backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 6> needed) {
   const Call call(a.query);
-  const Loaded loaded(call, a);
+  const Loaded loaded(call, a, on_tensor_cores(a));
   const Problem& p = loaded.problem;
-  const at::ScalarType type = lse_type(a.query);
-  const Gradients grads(a, needed, loaded.on_tensor_cores);
-  const Operand out_rows(call, out, false);
-  const Operand grad_rows(call, grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out),
-                          loaded.on_tensor_cores);
-  const Numbers lse_rows(call, lse, type), grad_lse_rows(call, grad_lse, type);
-  const Tensor rows = scratch(a.query, {3, p.rows()}, type);  // base, log2_l, delta
+  LoadedRows rows(call, loaded, out, lse);
+  rows.take_gradients(call, loaded, out, lse, grad_out, grad_lse);
   const Tensor flag = loaded.on_tensor_cores ? lowered_flag(a.query) : Tensor();
-  const BackwardInput in{out_rows.view(),        grad_rows.view(),        lse_rows.data(),
-                         grad_lse_rows.data(),   pointer(call, rows[0]),  pointer(call, rows[1]),
-                         pointer(call, rows[2]), flag_pointer(call, flag)};
+  rows.in.inexact = flag_pointer(call, flag);
+  const Gradients grads(a, needed, loaded.on_tensor_cores);
   const BackwardResult to = grads.view(call);
-  simt_prepare(p, in, call.stream());
-  if (in.inexact) {
-    if (grads.key.defined() || grads.value.defined()) tensor_keys(p, in, to, call.stream());
-    if (grads.query.defined()) tensor_queries(p, in, to.grad_query, call.stream());
+  simt_prepare(p, rows.in, call.stream());
+  if (rows.in.inexact) {
+    if (grads.key.defined() || grads.value.defined()) tensor_keys(p, rows.in, to, call.stream());
+    if (grads.query.defined()) tensor_queries(p, rows.in, to.grad_query, call.stream());
   }
-  simt_backward(only_if(p, in.inexact), in, to, call.stream());
-  if (grads.bias.defined() && grads.bias.numel() > 0) bias_gradient(call, p, in, grads.bias, type);
-  if (grads.sinks.defined()) simt_sinks(p, in, to.grad_sinks, call.stream());
+  simt_backward(only_if(p, rows.in.inexact), rows.in, to, call.stream());
+  sum_gradients(call, p, rows.in, grads);
   return grads.finished(a);
+}
+
+Pair jvp_cuda(const Attention& a, In out, In lse, Opt query_t, Opt key_t, Opt value_t, Opt bias_t, Opt, Opt sinks_t) {
+  const Call call(a.query);
+  const Loaded loaded(call, a, /*on_tensor_cores=*/false);
+  const LoadedRows rows(call, loaded, out, lse);
+  const LoadedTangents along(call, lse, query_t, key_t, value_t, bias_t, sinks_t);
+  simt_prepare(loaded.problem, rows.in, call.stream());
+  return tangents_of(call, loaded.problem, rows.in, along.view, lse, out.scalar_type());
+}
+
+Eight double_backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, Opt query_t, Opt key_t,
+                           Opt value_t, Opt bias_t, Opt, Opt sinks_t, Opt grad_out_t, Opt grad_lse_t,
+                           std::array<bool, 8> needed) {
+  const Call call(a.query);
+  const Loaded loaded(call, a, /*on_tensor_cores=*/false);
+  const Problem& p = loaded.problem;
+  LoadedRows rows(call, loaded, out, lse);
+  rows.take_gradients(call, loaded, out, lse, grad_out, grad_lse);
+  const LoadedTangents inputs(call, lse, query_t, key_t, value_t, bias_t, sinks_t);
+  simt_prepare(p, rows.in, call.stream());
+  // What forward mode may have counted already, but out and lse come without their tangents.
+  const auto [out_t, lse_t] = tangents_of(call, p, rows.in, inputs.view, lse, lse.scalar_type());
+  const Numbers grad_lse_rows(call, grad_lse_t, lse.scalar_type());
+  const Tensor delta = at::empty_like(lse_t);
+  BackwardTangent along{inputs.view, read_view(out_t), read(call, grad_out_t), grad_lse_rows.data(),
+                        pointer(call, delta)};
+  along.of.lse = lse_t.const_data_ptr();
+  simt_delta_tangent(p, rows.in, along, call.stream());
+  const Gradients grads(a, {needed[0], needed[1], needed[2], needed[3], needed[4], needed[5]}, false);
+  simt_backward(p, rows.in, along, grads.view(call), call.stream());
+  sum_gradients(call, p, rows.in, grads, along);
+  const auto [query, key, value, bias, distance, sinks] = grads.finished(a);
+  return {query,
+          key,
+          value,
+          bias,
+          distance,
+          sinks,
+          needed[6] ? out_t.to(out.scalar_type()) : nothing(out),
+          needed[7] ? lse_t : nothing(lse)};
 }
 
 }  // namespace attention_ops

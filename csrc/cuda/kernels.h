@@ -13,6 +13,18 @@ void simt_bias(const Problem& p, const BackwardInput& in, const Tensor4& grad, c
 void simt_sinks(const Problem& p, const BackwardInput& in, void* grad_sinks, Stream stream);
 void simt_dropout(const DropoutMask& p, Stream stream);
 
+// Forward mode, from what simt_prepare found: the tangents of out and lse. With those, second derivatives: the tangents
+// of what the functions of the same names give without a direction.
+void simt_jvp(const Problem& p, const BackwardInput& in, const Tangents& along, const ForwardResult& result,
+              Stream stream);
+void simt_delta_tangent(const Problem& p, const BackwardInput& in, const BackwardTangent& along, Stream stream);
+void simt_backward(const Problem& p, const BackwardInput& in, const BackwardTangent& along,
+                   const BackwardResult& result, Stream stream);
+void simt_bias(const Problem& p, const BackwardInput& in, const BackwardTangent& along, const Tensor4& grad,
+               const BiasPlan& plan, Stream stream);
+void simt_sinks(const Problem& p, const BackwardInput& in, const BackwardTangent& along, void* grad_sinks,
+                Stream stream);
+
 // Tensor cores: half types, rows aligned to sixteen bytes and not wider than 256. `inexact` is a flag or null: it is
 // raised where a hidden place holds what is not finite, and the result is then to be computed in plain arithmetic.
 void tensor_forward(const Problem& p, const ForwardResult& result, int* inexact, Stream stream);

@@ -8,11 +8,18 @@ namespace attention_ops {
 
 Pair forward_cuda(const Attention& a);
 Six backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 6> needed);
+Pair jvp_cuda(const Attention& a, In out, In lse, Opt query_t, Opt key_t, Opt value_t, Opt bias_t, Opt distance_t,
+              Opt sinks_t);
+Eight double_backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, Opt query_t, Opt key_t,
+                           Opt value_t, Opt bias_t, Opt distance_t, Opt sinks_t, Opt grad_out_t, Opt grad_lse_t,
+                           std::array<bool, 8> needed);
 Tensor dropout_mask_cuda(In seed, int64_t batch, int64_t heads, int64_t queries, int64_t keys, double dropout_p);
 
 inline void register_operators(torch::Library& m) {
   m.impl("_attention_forward", Flat<forward_cuda>::call);
   m.impl("_attention_backward", Flat<backward_cuda>::call);
+  m.impl("_attention_jvp", Flat<jvp_cuda>::call);
+  m.impl("_attention_double_backward", Flat<double_backward_cuda>::call);
   m.impl("_dropout_mask", dropout_mask_cuda);
 }
 

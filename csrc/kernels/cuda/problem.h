@@ -35,9 +35,25 @@ struct ForwardResult {
 struct BackwardInput {
   Tensor4 out, grad_out;        // [B, H, Lq, Dv]
   const void *lse, *grad_lse;   // [B, H, Lq]; grad_lse may be null
-  void *base, *log2_l, *delta;  // [B, H, Lq], written by the first pass: p = 2^(s - base - log2_l)
+  void *base, *log2_l, *delta;  // [B, H, Lq], written by the first pass: p = 2^(s - base - log2_l); delta may be null
   int* inexact = nullptr;       // a flag, raised where tensor cores will not do: lse too large, or a value not finite
 };
+
+// The tangents of a problem's inputs, and of lse in a backward pass; what does not move has none.
+struct Tangents {
+  Tensor4 q, k, v, bias;
+  const void *sinks = nullptr, *lse = nullptr;  // [H]; [B, H, Lq]
+};
+
+// The direction of a second derivative: tangents of every input of a backward pass, and of what the forward gave. The
+// results are then the tangents of the gradients. A first derivative stands still.
+struct BackwardTangent {
+  Tangents of;
+  Tensor4 out, grad_out;           // [B, H, Lq, Dv]
+  const void* grad_lse = nullptr;  // [B, H, Lq]
+  void* delta = nullptr;           // [B, H, Lq], written by a pass of its own
+};
+struct Still {};
 
 // A gradient that is not defined was not asked for.
 struct BackwardResult {

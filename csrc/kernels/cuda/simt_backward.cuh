@@ -1,70 +1,45 @@
 // Backward in plain arithmetic, from lse: p = exp(s - lse), dp = do v', delta = sum_j p dp - grad_lse,
 // ds = p (dp - delta), then dv = p' do, dk = ds' q, dq = ds k, grad_bias = sum ds, grad_sink = -sum exp(sink - lse)
 // delta. One pass for the keys' side, one for the queries', one for a bias: every sum has one owner and one order.
+// Along is Still here, and BackwardTangent in a second derivative (simt_second.cuh).
 #pragma once
-#include "kernels/cuda/simt_forward.cuh"
+#include "kernels/cuda/simt_row_norm.cuh"
 
 namespace attention_ops {
 
+// A row of one tensor times the same of another; the lanes of a warp share it.
 template <class T>
-DEVICE T row_value(const void* rows, Index i) {
-  return device::load(static_cast<const T*>(rows) + i);
-}
-template <class T>
-DEVICE void put_row_value(void* rows, Index i, T x) {
-  device::store(static_cast<T*>(rows) + i, x);
-}
-
-// lse gives p at once, unless it is so large that its last digit would show in p.
-template <class T>
-DEVICE bool is_coarse(T lse) {
-  return lse > 1024 ? lse < kInfinity<T> : lse < -1024 && lse > -kInfinity<T>;
-}
-
-// base = lse and log2_l = 0, or both counted again from the scores.
-template <class T>
-DEVICE void find_norm(const SimtMemory<T>& m, const Site& site, const BackwardInput& in, Index query) {
-  const Problem& p = site.of;
-  const SimtThread t;
-  const int lane = device::thread() % 32;
-  bool mine = false;
-  for (int row = lane; row < kSimtTile; row += 32)
-    if (query + row < p.queries) mine = mine || is_coarse(row_value<T>(in.lse, site.row_of(query + row)));
-  const bool coarse = device::ballot(mine) != 0;
-  SimtRows<T> rows(site.sink<T>());
-  if (coarse)
-    each_key_tile(m, site, query, [&](SimtScores<T>& tile) {
-      for (int r = 0; r < 4; ++r) rows.update(tile.s[r], r);
+DEVICE T row_product(const Rows& a, const Rows& b, int row, Index width) {
+  T sum = 0;
+  with_stored<T>(a.of->element, [&]<class A>(A*) {
+    with_stored<T>(b.of->element, [&]<class B>(B*) {
+      for (Index d = device::thread() % 32; d < width; d += 32)
+        sum += convert<T>(a.at<A>(row, d)) * convert<T>(b.at<B>(row, d));
     });
-  if (coarse && in.inexact && device::thread() == 0) device::raise(in.inexact);
-  for (int r = 0; r < 4; ++r) {
-    const T l = row_sum(rows.l[r]);
-    if (t.tx > 0 || query + t.row(r) >= p.queries) continue;
-    const Index i = site.row_of(query + t.row(r));
-    const T lse = row_value<T>(in.lse, i), from_lse = lse == -kInfinity<T> ? T(0) : lse * kLog2e<T>;
-    put_row_value(in.base, i, !coarse ? from_lse : rows.m[r] == -kInfinity<T> ? T(0) : rows.m[r]);
-    put_row_value(in.log2_l, i, !coarse || l == 0 ? T(0) : device::log2(l));
-  }
+  });
+  for (int n = 16; n > 0; n /= 2) sum += device::shuffle_xor(sum, n);
+  return sum;
 }
 
-// delta = out . grad_out - grad_lse; a warp takes a row at a time.
+// Calls f(row within the tile) for each; a warp takes a row at a time.
+template <class F>
+DEVICE void each_row(const Problem& p, Index query, F&& f) {
+  for (int row = device::thread() / 32; row < kSimtTile && query + row < p.queries; row += kSimtThreads / 32) f(row);
+}
+
+// delta = out . grad_out - grad_lse
 template <class T>
 DEVICE void find_delta(const Site& site, const BackwardInput& in, Index query) {
-  const Problem& p = site.of;
-  const Rows out(in.out, site.b, site.h, query), grad_out(in.grad_out, site.b, site.h, query);
-  for (int row = device::thread() / 32; row < kSimtTile && query + row < p.queries; row += kSimtThreads / 32) {
-    T sum = 0;
-    with_stored<T>(out.of->element, [&]<class E>(E*) {
-      for (Index d = device::thread() % 32; d < p.value_width; d += 32)
-        sum += convert<T>(out.at<E>(row, d)) * convert<T>(grad_out.at<E>(row, d));
-    });
-    for (int n = 16; n > 0; n /= 2) sum += device::shuffle_xor(sum, n);
-    if (device::thread() % 32 > 0) continue;
+  if (!in.delta) return;
+  const Rows out = site.queries_of(in.out, query), grad_out = site.queries_of(in.grad_out, query);
+  each_row(site.of, query, [&](int row) {
+    T sum = row_product<T>(out, grad_out, row, site.of.value_width);
+    if (device::thread() % 32 > 0) return;
     const Index i = site.row_of(query + row);
     if (in.grad_lse) sum -= row_value<T>(in.grad_lse, i);
     if (in.inexact && !(sum - sum == 0)) device::raise(in.inexact);  // not finite: 0 times it is not 0
     put_row_value(in.delta, i, sum);
-  }
+  });
 }
 
 // First pass: what each row needs.
@@ -79,46 +54,62 @@ __global__ void __launch_bounds__(kSimtThreads)
   }
 }
 
-// The gradient of a tile's scores as a thread holds it.
+// The gradient of a tile's scores as a thread holds it, before the softcap, and the weights before dropout.
 template <class T>
 struct SimtGradient {
-  SimtValues<T> p, ds;  // the weights after dropout; before the softcap
+  SimtValues<T> p, ds;
 
   DEVICE void compute(const SimtMemory<T>& m, const Site& site, const BackwardInput& in, const SimtScores<T>& tile,
                       bool needs_ds) {
     const SimtThread t;
     const Problem& problem = site.of;
-    const T factor = T(problem.dropout.scale());
+    const SimtDropout<T> dropped(m, tile, problem);
     clear(ds);
-    if (needs_ds)
-      multiply_rows(ds, m, Rows(in.grad_out, site.b, site.h, tile.query), site.v(tile.key), problem.value_width);
+    if (needs_ds) multiply_rows(ds, m, site.queries_of(in.grad_out, tile.query), site.v(tile.key), problem.value_width);
     for (int r = 0; r < 4; ++r) {
-      const Index query = tile.query + t.row(r), i = site.row_of(query);
-      const bool real = query < problem.queries;
-      const T base = real ? row_value<T>(in.base, i) : T(0), log2_l = real ? row_value<T>(in.log2_l, i) : T(0);
-      const T delta = real ? row_value<T>(in.delta, i) : T(0);
+      const Index query = tile.query + t.row(r);
+      const SimtNorm<T> norm(in, site, query);
+      const T delta = query < problem.queries ? row_value<T>(in.delta, site.row_of(query)) : T(0);
       for (int c = 0; c < 4; ++c) {
-        const bool visible = tile.sees(m, r, c), kept = !problem.dropout.on() || tile.keeps(m, r, c);
-        const T w = visible ? device::exp2(tile.s[r][c] - base - log2_l) : T(0);
-        ds[r][c] = visible ? w * ((kept ? factor * ds[r][c] : T(0)) - delta) : T(0);
-        p[r][c] = kept ? factor * w : T(0);
+        const bool visible = tile.sees(m, r, c);
+        p[r][c] = visible ? norm.weight(tile.s[r][c]) : T(0);
+        ds[r][c] = visible ? p[r][c] * (dropped(ds[r][c], r, c) - delta) : T(0);
       }
     }
   }
-  // Through the softcap: the gradient of scale q k'.
-  DEVICE void apply_slope(const SimtScores<T>& tile, const Problem& problem) {
+};
+
+// What a tile gives to the gradients: of a first derivative.
+template <class T, class Along>
+struct SimtGradients {
+  SimtGradient<T> grad;
+
+  DEVICE void compute(const SimtMemory<T>& m, const Site& site, const BackwardInput& in, const Along&,
+                      const SimtScores<T>& tile, bool needs_ds) {
+    grad.compute(m, site, in, tile, needs_ds);
+  }
+  // Through the softcap to the gradient of scale q k', and p after dropout.
+  DEVICE void finish(const SimtMemory<T>& m, const SimtScores<T>& tile, const Problem& problem) {
+    SimtDropout<T>(m, tile, problem).apply(grad.p);
     if (problem.softcap <= 0) return;
     for (int r = 0; r < 4; ++r)
-      for (int c = 0; c < 4; ++c) ds[r][c] = ds[r][c] == 0 ? T(0) : ds[r][c] * tile.slope[r][c];
+      for (int c = 0; c < 4; ++c) grad.ds[r][c] = grad.ds[r][c] == 0 ? T(0) : grad.ds[r][c] * tile.slope(r, c);
+  }
+  DEVICE const SimtGradient<T>& result() const { return grad; }
+  // Calls f(gradient, q, k, grad_out) for each product that the gradients sum.
+  template <class F>
+  DEVICE void each_term(const Problem& p, const BackwardInput& in, const Along&, F&& f) const {
+    f(grad, p.q, p.k, in.grad_out);
   }
 };
 
-template <class T>
-DEVICE void put_weights(const SimtMemory<T>& m, const SimtValues<T>& x) {
-  const SimtThread t;
-  device::sync_threads();
-  for (int r = 0; r < 4; ++r)
-    for (int c = 0; c < 4; ++c) m.weights[t.row(r) * m.kStride + t.column(c)] = x[r][c];
+// acc += a x, or a' x, of a tensor that may be none
+template <bool Transposed, class T>
+DEVICE void add_product(SimtValues<T>& acc, const SimtMemory<T>& m, const SimtValues<T>& a, const Rows& x, Index part,
+                        bool some) {
+  if (!x.of->defined()) return;
+  put_weights(m, a);
+  multiply_columns<Transposed>(acc, m, x, part * kSimtTile, some);
 }
 
 template <class T>
@@ -131,48 +122,47 @@ DEVICE void put_gradient(const Tensor4& grad, Index b, Index h, Index row, Index
 }
 
 // Keys' side: a block owns 64 keys and 64 columns of dk and dv, and walks over the queries of all heads of the group.
-template <class T>
-DEVICE void keys_task(const Problem& p, const BackwardInput& in, const BackwardResult& result, Index part, Index key,
-                      Index b, Index key_head) {
+template <class T, class Along>
+DEVICE void keys_task(const Problem& p, const BackwardInput& in, const Along& along, const BackwardResult& result,
+                      Index part, Index key, Index b, Index key_head) {
   const SimtMemory<T> m;
   const bool needs_k = result.grad_key.defined(), needs_v = result.grad_value.defined();
   SimtValues<T> dk, dv;
   clear(dk), clear(dv);
-  SimtGradient<T> grad;
+  SimtGradients<T, Along> grads;
   for (Index h = key_head * p.group(); h < (key_head + 1) * p.group(); ++h) {
     const Site site{p, b, h};
     each_query_tile(m, site, key, [&](SimtScores<T>& tile) {
-      grad.compute(m, site, in, tile, needs_k);
-      if (needs_v) {
-        put_weights(m, grad.p);
-        multiply_columns<true>(dv, m, Rows(in.grad_out, b, h, tile.query), part * kSimtTile, tile.some);
-      }
-      if (!needs_k) return;
-      grad.apply_slope(tile, p);
-      put_weights(m, grad.ds);
-      multiply_columns<true>(dk, m, site.q(tile.query), part * kSimtTile, tile.some);
+      grads.compute(m, site, in, along, tile, needs_k);
+      grads.finish(m, tile, p);
+      grads.each_term(p, in, along, [&](const auto& grad, const Tensor4& q, const Tensor4&, const Tensor4& grad_out) {
+        if (needs_v) add_product<true>(dv, m, grad.p, site.queries_of(grad_out, tile.query), part, tile.some);
+        if (needs_k) add_product<true>(dk, m, grad.ds, site.queries_of(q, tile.query), part, tile.some);
+      });
     });
   }
   if (needs_k) put_gradient(result.grad_key, b, key_head, key, part, dk, T(p.scale));
   if (needs_v) put_gradient(result.grad_value, b, key_head, key, part, dv, T(1));
 }
 
-template <class T>
+template <class T, class Along>
 __global__ void __launch_bounds__(kSimtThreads)
     simt_keys_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
-                     const __grid_constant__ BackwardResult result, Index parts, Index tiles, Index tasks) {
+                     const __grid_constant__ Along along, const __grid_constant__ BackwardResult result, Index parts,
+                     Index tiles, Index tasks) {
   if (nothing_to_do(p)) return;
   for (Index task = device::block(); task < tasks; task += device::blocks()) {
     const Index tile = task / parts % tiles, bh = task / parts / tiles;
-    keys_task<T>(p, in, result, task % parts, tile * kSimtTile, bh / p.key_heads, bh % p.key_heads);
+    keys_task<T>(p, in, along, result, task % parts, tile * kSimtTile, bh / p.key_heads, bh % p.key_heads);
   }
 }
 
 // Queries' side: a block owns 64 queries and 64 columns of dq.
-template <class T>
+template <class T, class Along>
 __global__ void __launch_bounds__(kSimtThreads)
     simt_queries_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
-                        const __grid_constant__ BackwardResult result, Index parts, Index tiles, Index tasks) {
+                        const __grid_constant__ Along along, const __grid_constant__ BackwardResult result, Index parts,
+                        Index tiles, Index tasks) {
   if (nothing_to_do(p)) return;
   const SimtMemory<T> m;
   for (Index task = device::block(); task < tasks; task += device::blocks()) {
@@ -180,12 +170,13 @@ __global__ void __launch_bounds__(kSimtThreads)
     const Site site{p, bh / p.heads, bh % p.heads};
     SimtValues<T> dq;
     clear(dq);
-    SimtGradient<T> grad;
+    SimtGradients<T, Along> grads;
     each_key_tile(m, site, query, [&](SimtScores<T>& tile) {
-      grad.compute(m, site, in, tile, true);
-      grad.apply_slope(tile, p);
-      put_weights(m, grad.ds);
-      multiply_columns<false>(dq, m, site.k(tile.key), part * kSimtTile, tile.some);
+      grads.compute(m, site, in, along, tile, true);
+      grads.finish(m, tile, p);
+      grads.each_term(p, in, along, [&](const auto& grad, const Tensor4&, const Tensor4& k, const Tensor4&) {
+        add_product<false>(dq, m, grad.ds, site.keys_of(k, tile.key), part, tile.some);
+      });
     });
     put_gradient(result.grad_query, site.b, site.h, query, part, dq, T(p.scale));
   }

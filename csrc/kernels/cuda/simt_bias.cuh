@@ -40,23 +40,24 @@ DEVICE void reduce_tile(const SimtMemory<T>& m, SimtValues<T>& x, bool over_rows
 }
 
 // One tile of scores, its gradient added to the sum.
-template <class T>
+template <class T, class Along>
 DEVICE void add_bias_tile(SimtValues<T>& sum, const SimtMemory<T>& m, const Site& site, const BackwardInput& in,
-                          Index row, Index column) {
+                          const Along& along, Index row, Index column) {
   const Cover cover = site.cover(row * kSimtTile, kSimtTile, column * kSimtTile, kSimtTile);
   if (cover == Cover::none) return;
   SimtScores<T> tile;
   tile.compute(m, site, row * kSimtTile, column * kSimtTile, cover == Cover::all);
-  SimtGradient<T> grad;
-  grad.compute(m, site, in, tile, true);
+  SimtGradients<T, Along> grads;
+  grads.compute(m, site, in, along, tile, true);
   for (int r = 0; r < 4; ++r)
-    for (int c = 0; c < 4; ++c) sum[r][c] += grad.ds[r][c];
+    for (int c = 0; c < 4; ++c) sum[r][c] += grads.result().ds[r][c];
 }
 
-template <class T>
+template <class T, class Along>
 __global__ void __launch_bounds__(kSimtThreads)
     simt_bias_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
-                     const __grid_constant__ Tensor4 grad, const __grid_constant__ BiasPlan plan) {
+                     const __grid_constant__ Along along, const __grid_constant__ Tensor4 grad,
+                     const __grid_constant__ BiasPlan plan) {
   const SimtMemory<T> m;
   const SimtThread t;
   for (Index task = device::block(); task < plan.tasks(); task += device::blocks()) {
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kSimtThreads)
       const Index column = n % owner.count[3], row = n / owner.count[3] % owner.count[2];
       const Index h = n / owner.count[3] / owner.count[2] % owner.count[1];
       const Index b = n / owner.count[3] / owner.count[2] / owner.count[1];
-      add_bias_tile(sum, m, Site{p, owner.first[0] + b, owner.first[1] + h}, in, owner.first[2] + row,
+      add_bias_tile(sum, m, Site{p, owner.first[0] + b, owner.first[1] + h}, in, along, owner.first[2] + row,
                     owner.first[3] + column);
     }
     const bool over_rows = grad.sizes[2] == 1, over_columns = grad.sizes[3] == 1;
@@ -99,19 +100,23 @@ __global__ void __launch_bounds__(kSimtThreads)
   }
 }
 
-// A block owns a head: -sum over batches and rows of exp(sink - lse) delta.
 template <class T>
+DEVICE T sink_term(const Site&, const BackwardInput& in, const Still&, Index i) {
+  return row_value<T>(in.delta, i);
+}
+
+// A block owns a head: -sum over batches and rows of exp(sink - lse) delta, or its tangent.
+template <class T, class Along>
 __global__ void __launch_bounds__(kSimtThreads)
-    simt_sinks_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in, void* grad_sinks) {
+    simt_sinks_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
+                      const __grid_constant__ Along along, void* grad_sinks) {
   const device::Shared<T> sums = device::shared<T>(0);
   for (Index h = device::block(); h < p.heads; h += device::blocks()) {
     T sum = 0;
     for (Index n = device::thread(); n < p.batch * p.queries; n += kSimtThreads) {
       const Site site{p, n / p.queries, h};
-      const Index i = site.row_of(n % p.queries);
-      if (row_value<T>(in.lse, i) == -kInfinity<T>) continue;
-      const T weight = device::exp2(site.sink<T>() - row_value<T>(in.base, i) - row_value<T>(in.log2_l, i));
-      sum -= weight * row_value<T>(in.delta, i);
+      const T weight = SimtNorm<T>(in, site, n % p.queries).weight(site.template sink<T>());
+      if (weight != 0) sum -= weight * sink_term<T>(site, in, along, site.row_of(n % p.queries));
     }
     device::sync_threads();
     sums[device::thread()] = sum;

@@ -134,12 +134,41 @@ DEVICE void multiply_columns(SimtValues<T>& acc, const SimtMemory<T>& m, const R
   }
 }
 
+// Lays a thread's places where multiply_columns reads them.
+template <class T>
+DEVICE void put_weights(const SimtMemory<T>& m, const SimtValues<T>& x) {
+  const SimtThread t;
+  device::sync_threads();
+  for (int r = 0; r < 4; ++r)
+    for (int c = 0; c < 4; ++c) m.weights[t.row(r) * m.kStride + t.column(c)] = x[r][c];
+}
+
+// From a product to a score in log2 units, minus infinity where hidden, and the softcap's tanh.
+template <class T>
+DEVICE void finish_score(T& s, T& tanh, bool visible, const Site& site, Index i, Index j) {
+  const Problem& p = site.of;
+  tanh = 0;
+  if (!visible) {
+    s = -kInfinity<T>;
+    return;
+  }
+  if (p.softcap > 0) {
+    tanh = device::tanh(s * T(p.scale / p.softcap));
+    s = tanh * T(p.softcap * kLog2e<double>);
+  } else {
+    s *= T(p.scale * kLog2e<double>);
+  }
+  if (p.bias.defined()) s += in_log2_units(load_element<T>(p.bias, site.bias_offset(i, j)));
+}
+
 // One tile of the score matrix as a thread holds it.
 template <class T>
 struct SimtScores {
   Index query, key;  // the tile's first row and key
   bool some;         // the bits say what is visible
-  SimtValues<T> s, slope;
+  SimtValues<T> s, tanh;
+
+  DEVICE T slope(int r, int c) const { return T(1) - tanh[r][c] * tanh[r][c]; }  // of the softcap
 
   DEVICE bool sees(const SimtMemory<T>& m, int r, int c) const {
     const SimtThread t;
@@ -150,7 +179,7 @@ struct SimtScores {
     return m.bit(m.kept, t.row(r), t.column(c));
   }
 
-  // Scores in log2 units, minus infinity where hidden, and the slope of the softcap. Every pass computes them here.
+  // Every pass computes scores here.
   DEVICE void compute(const SimtMemory<T>& m, const Site& site, Index first_query, Index first_key, bool whole) {
     const Problem& p = site.of;
     query = first_query, key = first_key, some = !whole;
@@ -167,25 +196,24 @@ struct SimtScores {
     const SimtThread t;
     for (int r = 0; r < 4; ++r)
       for (int c = 0; c < 4; ++c)
-        finish(s[r][c], slope[r][c], sees(m, r, c), site, query + t.row(r), key + t.column(c));
+        finish_score(s[r][c], tanh[r][c], sees(m, r, c), site, query + t.row(r), key + t.column(c));
   }
+};
 
- private:
-  static DEVICE void finish(T& s, T& slope, bool visible, const Site& site, Index i, Index j) {
-    const Problem& p = site.of;
-    slope = T(visible);
-    if (!visible) {
-      s = -kInfinity<T>;
-      return;
-    }
-    if (p.softcap > 0) {
-      const T x = device::tanh(s * T(p.scale / p.softcap));
-      slope = T(1) - x * x;
-      s = x * T(p.softcap * kLog2e<double>);
-    } else {
-      s *= T(p.scale * kLog2e<double>);
-    }
-    if (p.bias.defined()) s += in_log2_units(load_element<T>(p.bias, site.bias_offset(i, j)));
+// What dropout makes of a number at a place of a tile.
+template <class T>
+struct SimtDropout {
+  const SimtMemory<T>& m;
+  const SimtScores<T>& tile;
+  bool on;
+  T factor;
+
+  DEVICE SimtDropout(const SimtMemory<T>& m, const SimtScores<T>& tile, const Problem& p)
+      : m(m), tile(tile), on(p.dropout.on()), factor(p.dropout.scale()) {}
+  DEVICE T operator()(T x, int r, int c) const { return !on ? x : tile.keeps(m, r, c) ? factor * x : T(0); }
+  DEVICE void apply(SimtValues<T>& x) const {
+    for (int r = 0; r < 4; ++r)
+      for (int c = 0; c < 4; ++c) x[r][c] = (*this)(x[r][c], r, c);
   }
 };
 

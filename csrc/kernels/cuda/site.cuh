@@ -64,6 +64,11 @@ struct Rows {
     if (row >= count || column >= of->sizes[3]) return E{};
     return device::load(static_cast<const E*>(of->data) + offset + row * of->strides[2] + column * of->strides[3]);
   }
+  // In the type of computation; `row` is one of them.
+  template <class T>
+  DEVICE T get(Index row, Index column) const {
+    return load_element<T>(*of, offset + row * of->strides[2] + column * of->strides[3]);
+  }
   template <class T>
   DEVICE void put(Index row, Index column, T value) const {
     if (row < count && column < of->sizes[3])
@@ -81,9 +86,12 @@ struct Site {
   Index b, h;
   bool asks_bias = true;  // whether the bits of a tile know where a bias hides places
 
-  DEVICE Rows q(Index row) const { return {of.q, b, h, row}; }
-  DEVICE Rows k(Index row) const { return {of.k, b, h / of.group(), row}; }
-  DEVICE Rows v(Index row) const { return {of.v, b, h / of.group(), row}; }
+  DEVICE Rows q(Index row) const { return queries_of(of.q, row); }
+  DEVICE Rows k(Index row) const { return keys_of(of.k, row); }
+  DEVICE Rows v(Index row) const { return keys_of(of.v, row); }
+  // Of any tensor with a row for each query, or for each key.
+  DEVICE Rows queries_of(const Tensor4& x, Index row) const { return {x, b, h, row}; }
+  DEVICE Rows keys_of(const Tensor4& x, Index row) const { return {x, b, h / of.group(), row}; }
   // In log2 units; a finite one stays finite.
   template <class T>
   DEVICE T sink() const {
@@ -102,10 +110,10 @@ struct Site {
     return cover == Cover::all && !pure ? Cover::some : cover;
   }
 
-  DEVICE Index bias_offset(Index i, Index j) const {
-    const Index* stride = of.bias.strides;
-    return b * stride[0] + h * stride[1] + i * stride[2] + j * stride[3];
+  DEVICE Index offset_in(const Tensor4& x, Index i, Index j) const {
+    return b * x.strides[0] + h * x.strides[1] + i * x.strides[2] + j * x.strides[3];
   }
+  DEVICE Index bias_offset(Index i, Index j) const { return offset_in(of.bias, i, j); }
 
   // Bit n: whether row i and key j + n are there and visible. A bias of minus infinity hides its place.
   DEVICE_APART uint32_t visible(Index i, Index j) const {

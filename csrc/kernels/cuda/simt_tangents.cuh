@@ -1,0 +1,32 @@
+// How scores move when the inputs move along their tangents. A dot marks a tangent:
+//   x_dot = scale (q_dot k' + q k_dot'),  s_dot = softcap'(x) x_dot + bias_dot
+#pragma once
+#include "kernels/cuda/simt_tile.cuh"
+
+namespace attention_ops {
+
+// Of a tile whose scores are known, not in log2 units. Unlike scores they are linear: a hidden place may hold anything,
+// and who reads it must leave it out.
+template <class T>
+struct SimtTangent {
+  SimtValues<T> s, x;  // x is divided by the softcap, where there is one
+
+  DEVICE void compute(const SimtMemory<T>& m, const Site& site, const Tangents& along, const SimtScores<T>& tile) {
+    const Problem& p = site.of;
+    const SimtThread t;
+    clear(x);
+    if (along.q.defined()) multiply_rows(x, m, site.queries_of(along.q, tile.query), site.k(tile.key), p.width);
+    if (along.k.defined()) multiply_rows(x, m, site.q(tile.query), site.keys_of(along.k, tile.key), p.width);
+    const T factor = T(p.softcap > 0 ? p.scale / p.softcap : p.scale), unit = T(p.softcap > 0 ? p.softcap : 1);
+    for (int r = 0; r < 4; ++r)
+      for (int c = 0; c < 4; ++c) {
+        x[r][c] *= factor;
+        s[r][c] = unit * x[r][c] * tile.slope(r, c);
+        if (along.bias.defined() && tile.sees(m, r, c))
+          s[r][c] +=
+              load_element<T>(along.bias, site.offset_in(along.bias, tile.query + t.row(r), tile.key + t.column(c)));
+      }
+  }
+};
+
+}  // namespace attention_ops
