@@ -117,6 +117,14 @@ void sum_gradients(const Call& call, const Problem& p, const BackwardInput& in, 
   if (grads.sinks.defined()) simt_sinks(p, in, along..., pointer(call, grads.sinks), call.stream());
 }
 
+void decode(const Call& call, const Problem& p, const ForwardResult& to, In lse) {
+  DecodePlan plan(p);
+  const Tensor rows = scratch(lse, {2, plan.all_rows(p)}, lse.scalar_type());  // m, l
+  const Tensor o = scratch(lse, {plan.all_rows(p), p.value_width}, lse.scalar_type());
+  plan.m = pointer(call, rows[0]), plan.l = pointer(call, rows[1]), plan.o = pointer(call, o);
+  simt_decode(p, plan, to, call.stream());
+}
+
 // Of out and lse, from what simt_prepare found.
 Pair tangents_of(const Call& call, const Problem& p, const BackwardInput& in, const Tangents& along, In lse,
                  at::ScalarType type) {
@@ -130,14 +138,15 @@ Pair tangents_of(const Call& call, const Problem& p, const BackwardInput& in, co
 
 Pair forward_cuda(const Attention& a) {
   const Call call(a.query);
-  const Loaded loaded(call, a, on_tensor_cores(a));
+  const bool few_rows = is_decode(a.query.size(1), a.key.size(1), a.query.size(2)) && a.query.size(3) <= kDecodeWidth;
+  const Loaded loaded(call, a, on_tensor_cores(a) && !few_rows);
   const Problem& p = loaded.problem;
   const int64_t width = loaded.on_tensor_cores ? aligned_width(a.value) : p.value_width;
   const Tensor out = empty_heads(a.query.options(), p.batch, p.heads, p.queries, width);
   const Tensor lse = scratch(a.query, {p.batch, p.heads, p.queries}, lse_type(a.query));
   const ForwardResult to{result(call, out), pointer(call, lse)};
   if (!loaded.on_tensor_cores) {
-    simt_forward(p, to, call.stream());
+    few_rows ? decode(call, p, to, lse) : simt_forward(p, to, call.stream());
     return {out, lse};
   }
   const Tensor flag = loaded.hides() ? lowered_flag(a.query) : Tensor();

@@ -7,6 +7,7 @@ namespace attention_ops {
 
 // Plain arithmetic: sums in float64 where the query is, in float32 otherwise.
 void simt_forward(const Problem& p, const ForwardResult& result, Stream stream);
+void simt_decode(const Problem& p, const DecodePlan& plan, const ForwardResult& result, Stream stream);
 void simt_prepare(const Problem& p, const BackwardInput& in, Stream stream);
 void simt_backward(const Problem& p, const BackwardInput& in, const BackwardResult& result, Stream stream);
 void simt_bias(const Problem& p, const BackwardInput& in, const Tensor4& grad, const BiasPlan& plan, Stream stream);

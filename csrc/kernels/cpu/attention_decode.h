@@ -8,15 +8,11 @@
 
 #include "kernels/cpu/attention_forward.h"
 #include "kernels/cpu/decode_products.h"
+#include "kernels/decode.h"
 
 namespace attention_ops {
 
-constexpr Index kDecodeRows = 16;  // most rows of a key head: its query heads times the queries
 constexpr Index kChunkKeys = 512;
-
-inline bool is_decode(Index heads, Index key_heads, Index queries) {
-  return heads * queries > 0 && heads * queries <= kDecodeRows * key_heads;
-}
 
 // One row of a panel.
 template <class T>

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/mask_program.h"
+#include "kernels/decode.h"
 #include "kernels/philox.h"
 #include "kernels/view.h"
 
@@ -88,6 +89,21 @@ struct BiasPlan {
     shares = owners > 0 ? std::clamp<Index>(kTasks / owners, 1, std::max<Index>(all / owners, 1)) : 1;
   }
   HOST_DEVICE Index tasks() const { return owners * shares; }
+};
+
+// Few rows over many keys: blocks take a chunk of keys each, and a part of wide values. What they leave is merged.
+constexpr Index kDecodeChunk = 256, kDecodeColumns = 256, kDecodeWidth = 512;  // the last: of query and key, at most
+
+struct DecodePlan {
+  Index rows, chunks, parts;                      // rows of a key head
+  void *m = nullptr, *l = nullptr, *o = nullptr;  // [B, Hkv, chunks, rows], and of o its columns
+
+  explicit DecodePlan(const Problem& p)
+      : rows(p.group() * p.queries),
+        chunks(tiles_of(p.keys, kDecodeChunk)),
+        parts(std::max<Index>(tiles_of(p.value_width, kDecodeColumns), 1)) {}
+  Index tasks(const Problem& p) const { return p.batch * p.key_heads * chunks * parts; }
+  Index all_rows(const Problem& p) const { return p.batch * p.key_heads * chunks * rows; }
 };
 
 }  // namespace attention_ops

@@ -4,15 +4,6 @@
 
 namespace attention_ops {
 
-template <class T>
-DEVICE T row_value(const void* rows, Index i) {
-  return device::load(static_cast<const T*>(rows) + i);
-}
-template <class T>
-DEVICE void put_row_value(void* rows, Index i, T x) {
-  device::store(static_cast<T*>(rows) + i, x);
-}
-
 // lse gives p at once, unless it is so large that its last digit would show in p.
 template <class T>
 DEVICE bool is_coarse(T lse) {

@@ -50,6 +50,16 @@ DEVICE_APART void store_element(const Tensor4& x, Index offset, T value) {
   with_element(x.element, [&]<class E>(E*) { device::store(static_cast<E*>(x.data) + offset, convert<E>(value)); });
 }
 
+// One of the numbers behind a `void` pointer.
+template <class T>
+DEVICE T row_value(const void* rows, Index i) {
+  return device::load(static_cast<const T*>(rows) + i);
+}
+template <class T>
+DEVICE void put_row_value(void* rows, Index i, T x) {
+  device::store(static_cast<T*>(rows) + i, x);
+}
+
 // The matrix of one batch and head, from some row on.
 struct Rows {
   const Tensor4* of;
@@ -58,11 +68,15 @@ struct Rows {
   DEVICE Rows(const Tensor4& x, Index b, Index h, Index row)
       : of(&x), offset(b * x.strides[0] + h * x.strides[1] + row * x.strides[2]), count(x.sizes[2] - row) {}
 
-  // Of stored type E. Rows and columns past the last are zero.
+  // Of stored type E.
+  template <class E>
+  DEVICE const E* pointer(Index row, Index column) const {
+    return static_cast<const E*>(of->data) + offset + row * of->strides[2] + column * of->strides[3];
+  }
+  // Rows and columns past the last are zero.
   template <class E>
   DEVICE E at(Index row, Index column) const {
-    if (row >= count || column >= of->sizes[3]) return E{};
-    return device::load(static_cast<const E*>(of->data) + offset + row * of->strides[2] + column * of->strides[3]);
+    return row < count && column < of->sizes[3] ? device::load(pointer<E>(row, column)) : E{};
   }
   // In the type of computation; `row` is one of them.
   template <class T>
