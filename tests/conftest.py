@@ -5,6 +5,7 @@ import os
 import hypothesis
 import pytest
 import torch
+from backends import BACKENDS, running_on
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60, database=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
@@ -29,3 +30,10 @@ def no_slow_vmap():
     torch._C._functorch._set_vmap_fallback_enabled(False)  # it would only print a warning, from C++
     yield
     torch._C._functorch._set_vmap_fallback_enabled(True)
+
+
+@pytest.fixture(params=BACKENDS)
+def device(request: pytest.FixtureRequest):
+    """The device of the tensors, on each backend in turn."""
+    with running_on(request.param) as name:
+        yield name

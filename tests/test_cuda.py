@@ -3,9 +3,8 @@
 import cases
 import pytest
 import test_attention
-import test_derivatives
 import torch
-from backends import BACKENDS, HAS_GPU, on_model, running_on
+from backends import HAS_GPU, on_model
 from compare import assert_exact
 from torch import Tensor
 
@@ -14,12 +13,6 @@ from attention_ops import masks, reference
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-
-
-@pytest.fixture(params=BACKENDS)
-def device(request):
-    with running_on(request.param) as name:
-        yield name
 
 
 @pytest.mark.parametrize("case", [c for c in cases.COMPACT if c.distance == "no_distance"], ids=str)
@@ -33,15 +26,6 @@ def test_values_and_gradients(case, device):
 )
 def test_the_rest_of_the_grid(case):
     test_attention.check(case, "cuda")
-
-
-def check_derivatives(case: cases.Case, device: str) -> None:
-    test_derivatives.check(case, attention_ops.attention, reference.attention, return_lse=True, device=device)
-
-
-@pytest.mark.parametrize("case", cases.COMPACT, ids=str)
-def test_tangents_and_second_derivatives(case, device):
-    check_derivatives(case, device)
 
 
 HALF_WIDTHS = [(torch.bfloat16, n) for n in (24, 72, 136, 257)] + [(torch.float16, n) for n in (64, 128, 256)]

@@ -18,11 +18,12 @@ ROWS = [(group, queries) for group in range(1, 9) for queries in (1, 2, 3, 5, 8,
 MASKS = [*cases.KINDS, "causal&padding", "window|dilated&causal", "nothing"]
 
 
-def check(case: cases.Case) -> None:
+def check(case: cases.Case, device: str = "cpu") -> None:
     inputs = cases.make(case)
+    moved = inputs.on(device)
     lse_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
     with torch.no_grad():
-        ours = attention_ops.attention(**inputs.tensors, **inputs.options, return_lse=True)
+        ours = [x.cpu() for x in attention_ops.attention(**moved.tensors, **moved.options, return_lse=True)]
         exact, plain, plain_lse = (
             reference.attention(**inputs.to(dtype).tensors, **inputs.options, return_lse=True)
             for dtype in (torch.float64, case.dtype, lse_dtype)
@@ -117,10 +118,14 @@ def test_the_same_as_with_many_rows(rows, dtype):
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("group", [1, 4])
 def test_hidden_keys_may_hold_anything(group, poison, dtype):
+    check_hidden(group, poison, dtype)
+
+
+def check_hidden(group: int, poison: float, dtype: torch.dtype, device: str = "cpu") -> None:
     """An unfilled cache, also where one row of a key head sees a key and another does not."""
     shape = shape_of(group, 2, 700)
-    inputs = cases.make(cases.Case(shape, dtype=dtype))
-    mask = masks.ranges(torch.tensor([3, 5]), torch.tensor([530, 540]))
+    inputs = cases.make(cases.Case(shape, dtype=dtype)).on(device)
+    mask = masks.ranges(torch.tensor([3, 5], device=device), torch.tensor([530, 540], device=device))
     inputs.options["mask"] = mask
     visible = mask.dense(2, 2 * group, 2, 700)
     clean = attention_ops.attention(**inputs.tensors, **inputs.options, return_lse=True)

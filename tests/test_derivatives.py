@@ -268,13 +268,20 @@ def test_bits_are_equal_for_any_number_of_threads(threads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_masked_reaches_no_derivative(value, dtype):
+    check_masked(value, dtype)
+
+
+def check_masked(
+    value: float, dtype: torch.dtype, device: str = "cpu", heads: tuple = (4, 2), lengths: tuple = (90, 70)
+) -> None:
     """NaN and infinity in masked rows of everything, and of their tangents, change no bit of any derivative."""
-    length, seen = 90, torch.tensor([70])
-    sizes = {"query": (1, 4, length, 8), "key": (1, 2, length, 8), "value": (1, 2, length, 8)}
-    sizes |= {"bias": (1, 1, length, length), "sinks": (4,)}
-    tensors, along = ({n: torch.randn(s, dtype=dtype) for n, s in sizes.items()} for _ in range(2))
+    length, seen = lengths[0], torch.tensor([lengths[1]], device=device)
+    sizes = {"query": (1, heads[0], length, 8), "key": (1, heads[1], length, 8)}
+    sizes |= {"value": sizes["key"], "bias": (1, 1, length, length), "sinks": (heads[0],)}
+    tensors, along = ({n: torch.randn(s, dtype=dtype).to(device) for n, s in sizes.items()} for _ in range(2))
     tensors["bias"][..., ::7] = -torch.inf
-    options = {"mask": masks.padding(seen, queries=seen), "softcap": 3.0, "dropout_p": 0.2, "seed": torch.tensor([5])}
+    options = {"mask": masks.padding(seen, queries=seen), "softcap": 3.0, "dropout_p": 0.2}
+    options["seed"] = torch.tensor([5], device=device)
     clean = second_along(tensors, along, options)
     for group in (tensors, along):
         for name in ("query", "key", "value", "bias"):
