@@ -92,15 +92,15 @@ class LoadedRows {
 class LoadedTangents {
  public:
   LoadedTangents(const Call& call, In lse, Opt query, Opt key, Opt value, Opt bias, Opt sinks)
-      : sinks_(call, sinks, lse.scalar_type()),
-        view{read(call, query), read(call, key), read(call, value), read(call, bias), sinks_.data()} {}
+      : sinks_(call, sinks, lse.scalar_type()) {
+    view = {read(call, query), read(call, key), read(call, value), read(call, bias), sinks_.data()};
+  }
   LoadedTangents(const LoadedTangents&) = delete;
+
+  Tangents view;
 
  private:
   Numbers sinks_;
-
- public:
-  const Tangents view;
 };
 
 // The sums over rows of all batches: of a bias, and of the sinks. In a second derivative, along a direction.
@@ -117,6 +117,7 @@ void sum_gradients(const Call& call, const Problem& p, const BackwardInput& in, 
   if (grads.sinks.defined()) simt_sinks(p, in, along..., pointer(call, grads.sinks), call.stream());
 }
 
+// Few rows over many keys.
 void decode(const Call& call, const Problem& p, const ForwardResult& to, In lse) {
   DecodePlan plan(p);
   const Tensor rows = scratch(lse, {2, plan.all_rows(p)}, lse.scalar_type());  // m, l
