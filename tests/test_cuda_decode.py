@@ -6,7 +6,7 @@ import cases
 import pytest
 import test_decode
 import torch
-from backends import HAS_GPU, on_model
+from backends import HAS_GPU, model, on_model
 from test_decode import MASKS, TYPES, check_hidden, shape_of
 
 import attention_ops
@@ -110,6 +110,16 @@ def test_any_schedule_gives_the_same_bits(schedule, dtype):
         with on_model(*chosen):
             results.append(attention_ops.attention(**inputs.tensors, **inputs.options, return_lse=True))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_rows_of_a_key_head_share_its_loads():
+    key, loads = torch.randn(1, 1, 256, 64), []
+    for heads in (1, 8):
+        with on_model():
+            model().take_loads()
+            attention_ops.attention(torch.randn(1, heads, 1, 64), key, key)
+            loads.append(model().take_loads())
+    assert 2 * key.numel() < loads[0] < loads[1] < 1.25 * loads[0]
 
 
 @needs_gpu

@@ -29,10 +29,15 @@ std::vector<int64_t> take_counters() {
   return {int64_t(c.multiplications), int64_t(c.barriers), int64_t(c.passes), int64_t(c.fewest_passes)};
 }
 
+int64_t take_loads() {
+  return int64_t(std::exchange(gpu_model::counters().loads, 0));
+}
+
 TORCH_LIBRARY(attention_ops_gpu_model, m) {
   m.def("use(bool on) -> ()", use);
   m.def("set_options(int lanes, int blocks, int seed, bool late_copies) -> ()", set_options);
   m.def("take_counters() -> int[]", take_counters);
+  m.def("take_loads() -> int", take_loads);
   m.def("take_findings() -> str[]", gpu_model::take_findings);
   m.def("plant_names() -> str[]", gpu_model::plant_names);
   m.def("run_plant(str name, bool right) -> ()", gpu_model::run_plant);

@@ -168,6 +168,7 @@ void end_watch() {
 
 void check_global(const void* p, int bytes, Global how, Line line) {
   const std::string me = current->now->name();
+  if (how == Global::read) ++counters().loads;
   bool readable = false;
   for (Region& r : regions()) {
     if (!r.holds(p, bytes)) continue;

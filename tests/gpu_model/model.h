@@ -19,9 +19,9 @@ struct Options {
   bool late_copies = true;  // asynchronous copies land when they are waited for, or at once
 };
 
-// Accesses of whole warps: passes over shared memory, and the fewest that would do.
+// Accesses of whole warps: passes over shared memory, and the fewest that would do. Loads of global memory by threads.
 struct Counters {
-  uint64_t multiplications = 0, barriers = 0, passes = 0, fewest_passes = 0;
+  uint64_t multiplications = 0, barriers = 0, passes = 0, fewest_passes = 0, loads = 0;
 };
 
 Options& options();

@@ -245,7 +245,6 @@ __global__ void __launch_bounds__(kDecodeThreads)
   for (Index task = device::block(); task < tasks; task += device::blocks()) {
     const Index slice = task / plan.parts, chunk = slice % plan.chunks, head = slice / plan.chunks;
     const Index start = chunk * kDecodeChunk, end = start + kDecodeChunk < p.keys ? start + kDecodeChunk : p.keys;
-    device::sync_threads();  // the last task's readers are done
     DecodeBlock<T, R> block({p, head / p.key_heads, head % p.key_heads}, task % plan.parts);
     block.run(start, end);
     block.store(plan, slice * plan.rows);
