@@ -37,27 +37,34 @@ def assert_rounded(ours: Tensor, exact: Tensor, size: float) -> None:
     assert ((ours.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.every_isa
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(("width", "rotary_dim"), [(8, 8), (20, 10), (66, 66), (33, 32), (5, 0), (130, 2)])
-def test_equals_a_loop(layout, dtype, width, rotary_dim):
+WIDTHS = [(8, 8), (20, 10), (66, 66), (33, 32), (5, 0), (130, 2)]
+
+
+def check_against_a_loop(layout: str, dtype: torch.dtype, width: int, rotary_dim: int, device: str = "cpu") -> None:
     x = torch.randn(2, 3, 5, width).to(dtype)
     positions = torch.randint(-50, 3000, (2, 5))
-    out = rope(x, positions=positions, layout=layout, rotary_dim=rotary_dim)
+    out = rope(x.to(device), positions=positions.to(device), layout=layout, rotary_dim=rotary_dim).cpu()
     assert out.dtype == dtype
     assert_rounded(out, by_loop(x, positions, layout, rotary_dim), x.abs().max().item())
     assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
 
 
 @pytest.mark.every_isa
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("place", [1, 257, 1857, 4099, 32768, 2**20 - 1, 2**20, -(2**20)])
-def test_angles_are_exact(dtype, place):
+@pytest.mark.parametrize(("width", "rotary_dim"), WIDTHS)
+def test_equals_a_loop(layout, dtype, width, rotary_dim):
+    check_against_a_loop(layout, dtype, width, rotary_dim)
+
+
+PLACES = [1, 257, 1857, 4099, 32768, 2**20 - 1, 2**20, -(2**20)]
+
+
+def check_angles(dtype: torch.dtype, place: int, device: str = "cpu") -> None:
     """The cosines and sines of 64 frequencies, against 50 digits."""
     x = torch.zeros(1, 1, 1, 128, dtype=dtype)
     x[..., :64] = 1
-    out = rope(x, offset=place)[0, 0, 0]
+    out = rope(x.to(device), offset=place)[0, 0, 0].cpu()
     with mpmath.workdps(50):
         angles = [place * mpmath.mpf(10000) ** (-mpmath.mpf(i) / 64) for i in range(64)]
         exact = torch.tensor([float(f(t)) for f in (mpmath.cos, mpmath.sin) for t in angles], dtype=torch.float64)
@@ -69,14 +76,28 @@ def test_angles_are_exact(dtype, place):
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("place", [2**21, 2**31 + 1, 2**40 + 12345, 2**53 - 9])
-def test_angles_beyond_the_fast_range(place):
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_angles_are_exact(dtype, place):
+    check_angles(dtype, place)
+
+
+FAR_PLACES = [2**21, 2**31 + 1, 2**40 + 12345, 2**53 - 9]
+
+
+def check_far_angles(place: int, device: str = "cpu", least: float = 2e-16) -> None:
     x = torch.tensor([[1.0, 1.0, 1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     exact = [place * 10000.0 ** (-2 * i / 6) for i in range(3)]
     wanted = [math.cos(t) for t in exact] + [math.sin(t) for t in exact]
-    error = (rope(x, offset=place)[0] - torch.tensor(wanted, dtype=torch.float64)).abs()
+    error = (rope(x.to(device), offset=place)[0].cpu() - torch.tensor(wanted, dtype=torch.float64)).abs()
     assert error.max() <= place * 2.0**-51
-    assert error[::3].max() <= 2e-16  # the first pair's angle is the position itself
+    assert error[::3].max() <= least  # the first pair's angle is the position itself
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("place", FAR_PLACES)
+def test_angles_beyond_the_fast_range(place):
+    check_far_angles(place)
 
 
 def test_layouts_are_a_permutation_of_each_other():
@@ -152,8 +173,7 @@ rows = st.builds(
 )
 
 
-@given(case=rows)
-def test_random_shapes_strides_and_positions(case):
+def check_rows(case: dict, device: str = "cpu") -> None:
     torch.manual_seed(case["seed"])
     batch, _, length, width = case["shape"]
     x = cases.strided(case["shape"], case["dtype"], case["strides"])
@@ -164,9 +184,15 @@ def test_random_shapes_strides_and_positions(case):
         "each": torch.randint(-100, 5000, (batch, length)),
         "between": torch.rand(batch, length) * 100,
     }[case["positions"]]
-    out = rope(x, positions=positions, layout=case["layout"], rotary_dim=rotary_dim)
+    places = None if positions is None else positions.to(device)
+    out = rope(cases.moved(x, device), positions=places, layout=case["layout"], rotary_dim=rotary_dim)
     exact = reference.rope(x.double(), rotary.frequencies(rotary_dim), positions=positions, layout=case["layout"])
-    assert_rounded(out, exact, x.double().abs().max().item() * (1 + 1e-5))
+    assert_rounded(out.cpu(), exact, x.double().abs().max().item() * (1 + 1e-5))
+
+
+@given(case=rows)
+def test_random_shapes_strides_and_positions(case):
+    check_rows(case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -13,6 +13,8 @@ void simt_backward(const Problem& p, const BackwardInput& in, const BackwardResu
 void simt_bias(const Problem& p, const BackwardInput& in, const Tensor4& grad, const BiasPlan& plan, Stream stream);
 void simt_sinks(const Problem& p, const BackwardInput& in, void* grad_sinks, Stream stream);
 void simt_dropout(const DropoutMask& p, Stream stream);
+void simt_rope(const RopeProblem& p, Stream stream);
+void simt_rope_table(const RopeProblem& p, const RopeAxes& axes, Stream stream);
 
 // Forward mode, from what simt_prepare found: the tangents of out and lse. With those, second derivatives: the tangents
 // of what the functions of the same names give without a direction.

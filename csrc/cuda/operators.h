@@ -14,6 +14,7 @@ Eight double_backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt
                            Opt value_t, Opt bias_t, Opt distance_t, Opt sinks_t, Opt grad_out_t, Opt grad_lse_t,
                            std::array<bool, 8> needed);
 Tensor dropout_mask_cuda(In seed, int64_t batch, int64_t heads, int64_t queries, int64_t keys, double dropout_p);
+Tensor rope_cuda(In x, In positions, In inv_freq, at::IntArrayRef axes, bool interleaved, bool inverse, double factor);
 
 inline void register_operators(torch::Library& m) {
   m.impl("_attention_forward", Flat<forward_cuda>::call);
@@ -21,6 +22,7 @@ inline void register_operators(torch::Library& m) {
   m.impl("_attention_jvp", Flat<jvp_cuda>::call);
   m.impl("_attention_double_backward", Flat<double_backward_cuda>::call);
   m.impl("_dropout_mask", dropout_mask_cuda);
+  m.impl("_rope", rope_cuda);
 }
 
 }  // namespace attention_ops

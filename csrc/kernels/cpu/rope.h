@@ -94,7 +94,7 @@ class Rope {
     const Vec<double> factor = splat(p_.factor), sign = splat(p_.inverse ? -p_.factor : p_.factor);
     each_piece<double>(p_.pairs, [&](Index i, int n) {
       const Vec<double> inv_freq = read_elements<double>(p_.inv_freq + i, 1, n);
-      const SineCosine turn = sine_cosine(positions_of(position, i, n) * inv_freq);
+      const SineCosine<Vec<double>> turn = sine_cosine(positions_of(position, i, n) * inv_freq);
       double cosine[kLanes<double>], sine[kLanes<double>];
       store(cosine, turn.cosine * factor), store(sine, turn.sine * sign);
       for (int k = 0; k < n; ++k) put(cosines, i + k, T(cosine[k]), T(sine[k]));

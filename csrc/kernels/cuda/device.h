@@ -173,6 +173,19 @@ DEVICE float tanh(float x) {
 DEVICE double tanh(double x) {
   return ::tanh(x);
 }
+DEVICE double sin(double x) {
+  return ::sin(x);
+}
+DEVICE double cos(double x) {
+  return ::cos(x);
+}
+// a * b + c, rounded once.
+DEVICE float fma(float a, float b, float c) {
+  return ::fmaf(a, b, c);
+}
+DEVICE double fma(double a, double b, double c) {
+  return ::fma(a, b, c);
+}
 // Good to two units of the last place, and 0 below the normal numbers.
 DEVICE float exp2_fast(float x) {
   float y;

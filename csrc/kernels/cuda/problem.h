@@ -68,6 +68,23 @@ struct DropoutMask {
   bool* kept;  // [B, H, Lq, Lk]
 };
 
+// Rotary positions, as csrc/ops/ops.h says of them.
+struct RopeProblem {
+  Tensor4 x, out;                      // [B, H, L, D]
+  Index pairs, position_batch, axes;   // of inv_freq and of positions
+  const double *positions, *inv_freq;  // [position_batch, axes, L], [pairs]
+  void* table;                         // [position_batch, L, 2, pairs]: cosines and sines, in the type of sums
+  bool interleaved, inverse;
+  double factor;
+};
+// The axes of some of the pairs, as an argument: nothing has to be copied to the device.
+struct RopeAxes {
+  static constexpr int kMost = 256;
+  Index first;
+  int count;
+  int32_t axis[kMost];
+};
+
 constexpr int kSimtTile = 64, kSimtThreads = 256;
 
 inline Index tiles_of(Index length, Index tile) {

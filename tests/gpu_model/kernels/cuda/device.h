@@ -141,6 +141,16 @@ template <class T>
 T tanh(T x) {
   return std::tanh(x);
 }
+inline double sin(double x) {
+  return std::sin(x);
+}
+inline double cos(double x) {
+  return std::cos(x);
+}
+template <class T>
+T fma(T a, T b, T c) {
+  return std::fma(a, b, c);
+}
 inline float exp2_fast(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0 : y;
