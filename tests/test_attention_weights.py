@@ -21,15 +21,18 @@ def run(function: Callable, inputs: cases.Inputs, grads: list[Tensor], **more: o
     tensors = {name: t for name, t in inputs.tensors.items() if name not in cases.OF_VALUES}
     results = function(**tensors, **inputs.options, **more)
     results = (results,) if isinstance(results, Tensor) else tuple(results)
-    grads = [grad.to(result.dtype).reshape(result.shape) for grad, result in zip(grads, results, strict=True)]
+    grads = [grad.to(result).reshape(result.shape) for grad, result in zip(grads, results, strict=True)]
     found = torch.autograd.grad(results, list(tensors.values()), grads, allow_unused=True)
     found = [torch.zeros_like(t) if g is None else g for t, g in zip(tensors.values(), found, strict=True)]
-    return tuple(r.detach() for r in results), tuple(zip(tensors, found, strict=True))
+    return tuple(r.detach().cpu() for r in results), tuple(zip(tensors, (g.cpu() for g in found), strict=True))
 
 
-def check(case: cases.Case, ours: Callable, formula: Callable, grads: list[Tensor], types: tuple, **more) -> None:
+def check(
+    case: cases.Case, ours: Callable, formula: Callable, grads: list[Tensor], types: tuple, device="cpu", **more
+) -> None:
     inputs = cases.make(case)
-    results, found = run(ours, inputs, grads, **more)
+    there = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in more.items()}
+    results, found = run(ours, inputs.on(device), grads, **there)
     exact, exact_grads = run(formula, inputs.to(torch.float64), grads, **more)
     plain, plain_grads = run(formula, inputs.to(case.dtype), grads, **more)
     for name, dtype, *three in zip(NAMES, types, results, plain, exact, strict=False):
@@ -42,24 +45,35 @@ def check(case: cases.Case, ours: Callable, formula: Callable, grads: list[Tenso
         assert_close(ours_g, plain_g, exact_g, GRADIENT, name, rows)
 
 
+def check_weights(case: cases.Case, device: str = "cpu") -> None:
+    shape = case.shape
+    grads = [torch.randn(shape.batch, shape.heads, shape.queries, shape.keys)]
+    check(case, attention_ops.attention_weights, reference.attention_weights, grads, (case.dtype,), device)
+
+
 @pytest.mark.every_isa
 @pytest.mark.parametrize("case", NO_DROPOUT[::2], ids=str)
 def test_weights(case):
+    check_weights(case)
+
+
+SELECTIONS = list(itertools.product((False, True), repeat=3))
+
+
+def check_selection(case: cases.Case, average: bool, some_heads: bool, some_rows: bool, device: str = "cpu") -> None:
     shape = case.shape
-    grads = [torch.randn(shape.batch, shape.heads, shape.queries, shape.keys)]
-    check(case, attention_ops.attention_weights, reference.attention_weights, grads, (case.dtype,))
+    heads = torch.randint(0, shape.heads, (3,)) if some_heads else None
+    rows = torch.randint(0, shape.queries, (5,)) if some_rows else None
+    counts = [3 if some_heads else shape.heads, 5 if some_rows else shape.queries]
+    grads = [torch.randn(shape.batch, *counts[1 if average else 0 :], shape.keys)]
+    more = {"heads": heads, "rows": rows, "average": average}
+    check(case, attention_ops.attention_weights, reference.attention_weights, grads, (case.dtype,), device, **more)
 
 
 @pytest.mark.parametrize("case", NO_DROPOUT[1::2], ids=str)
 def test_weights_of_some_heads_and_rows(case):
-    shape = case.shape
-    heads = torch.randint(0, shape.heads, (3,))
-    rows = torch.randint(0, shape.queries, (5,))
-    for average, *chosen in itertools.product((False, True), (None, heads), (None, rows)):
-        counts = [n if c is None else len(c) for c, n in zip(chosen, (shape.heads, shape.queries), strict=True)]
-        grads = [torch.randn(shape.batch, *counts[1 if average else 0 :], shape.keys)]
-        more = {"heads": chosen[0], "rows": chosen[1], "average": average}
-        check(case, attention_ops.attention_weights, reference.attention_weights, grads, (case.dtype,), **more)
+    for selection in SELECTIONS:
+        check_selection(case, *selection)
 
 
 def no_ties(case: cases.Case) -> bool:
@@ -67,29 +81,42 @@ def no_ties(case: cases.Case) -> bool:
     return case.scale != 0 and case.dtype in (torch.float32, torch.float64) and case.strides != "expanded"
 
 
-@pytest.mark.every_isa
-@pytest.mark.parametrize("case", [c for c in NO_DROPOUT if no_ties(c)], ids=str)
-def test_summaries(case):
+WITHOUT_TIES = [case for case in NO_DROPOUT if no_ties(case)]
+
+
+def check_summaries(case: cases.Case, device: str = "cpu") -> None:
     shape, dtype = case.shape, case.dtype
     sizes = (shape.keys, shape.queries, shape.queries)
     grads = [torch.randn(shape.batch, shape.heads, n) for n in sizes]
-    check(case, attention_ops.attention_summaries, reference.attention_summaries, grads, (dtype,) * 3)
+    check(case, attention_ops.attention_summaries, reference.attention_summaries, grads, (dtype,) * 3, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mask", ["no_mask", "causal", "padding"])
-def test_summaries_of_half_types(mask, dtype):
+@pytest.mark.every_isa
+@pytest.mark.parametrize("case", WITHOUT_TIES, ids=str)
+def test_summaries(case):
+    check_summaries(case)
+
+
+def check_half_summaries(mask: str, dtype: torch.dtype, device: str = "cpu") -> None:
     inputs = cases.make(cases.Case(cases.Shape(2, 4, 2, 33, 40, 16, 1), mask=mask, dtype=dtype))
-    tensors = {name: inputs.tensors[name] for name in ("query", "key")}
-    ours = attention_ops.attention_summaries(**tensors, **inputs.options)
-    exact = reference.attention_summaries(**{n: t.double() for n, t in tensors.items()}, **inputs.options)
-    plain = reference.attention_summaries(**{n: t.float() for n, t in tensors.items()}, **inputs.options)
-    for name, *three in zip(NAMES, ours, plain, exact, strict=True):
+    there = inputs.on(device)
+    tensors = {name: there.tensors[name] for name in ("query", "key")}
+    ours = attention_ops.attention_summaries(**tensors, **there.options)
+    given = {name: inputs.tensors[name] for name in tensors}
+    exact = reference.attention_summaries(**{n: t.double() for n, t in given.items()}, **inputs.options)
+    plain = reference.attention_summaries(**{n: t.float() for n, t in given.items()}, **inputs.options)
+    for name, *three in zip(NAMES, (x.cpu() for x in ours), plain, exact, strict=True):
         assert three[0].dtype == torch.float32
         assert_close(*three, OUTPUT, name)
     sum(result.sum() for result in ours).backward()
     assert tensors["query"].grad.dtype == dtype
     assert tensors["query"].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "padding"])
+def test_summaries_of_half_types(mask, dtype):
+    check_half_summaries(mask, dtype)
 
 
 def test_maximum_takes_the_first_of_equal_places():
@@ -128,10 +155,8 @@ def test_gradcheck_of_every_subset(names):
 @pytest.mark.parametrize("shape", cases.EMPTY_SHAPES, ids=str)
 def test_empty(shape):
     case = cases.Case(shape, mask="causal", sinks=True)
-    grads = [torch.randn(shape.batch, shape.heads, shape.queries, shape.keys)]
-    check(case, attention_ops.attention_weights, reference.attention_weights, grads, (case.dtype,))
-    grads = [torch.randn(shape.batch, shape.heads, n) for n in (shape.keys, shape.queries, shape.queries)]
-    check(case, attention_ops.attention_summaries, reference.attention_summaries, grads, (case.dtype,) * 3)
+    check_weights(case)
+    check_summaries(case)
 
 
 def test_empty_selection():

@@ -18,6 +18,7 @@ inline Tensor4 result(const Call& call, const Tensor& x) {
 // A contiguous tensor of the type that scores are computed in; a null pointer for none.
 class Numbers {
  public:
+  Numbers() = default;
   Numbers(const Call& call, const OptionalTensor& x, at::ScalarType type) {
     if (x && x->defined()) tensor_ = call.reads(x->to(type).contiguous());
   }
@@ -70,6 +71,15 @@ class Loaded {
   }
   Loaded(const Loaded&) = delete;
 
+  // The mask sees other rows and heads than their order here.
+  void place(const Call& call, const Attention& a, Opt heads, Opt rows, Index queries) {
+    heads_ = Numbers(call, heads, at::kInt), rows_ = Numbers(call, rows, at::kInt);
+    problem.true_heads = static_cast<const int32_t*>(heads_.data());
+    problem.true_rows = static_cast<const int32_t*>(rows_.data());
+    const MaskArguments mask(a);
+    problem.mask = MaskProgram(mask.view(queries, problem.keys));
+  }
+
   // Whether a tile can have hidden places that hold something.
   bool hides() const { return !problem.mask.empty() || problem.bias.defined(); }
 
@@ -78,7 +88,7 @@ class Loaded {
 
  private:
   Operand query_, key_, value_;
-  Numbers sinks_, seed_;
+  Numbers sinks_, seed_, heads_, rows_;
 };
 
 }  // namespace attention_ops

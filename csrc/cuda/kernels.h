@@ -13,6 +13,12 @@ void simt_backward(const Problem& p, const BackwardInput& in, const BackwardResu
 void simt_bias(const Problem& p, const BackwardInput& in, const Tensor4& grad, const BiasPlan& plan, Stream stream);
 void simt_sinks(const Problem& p, const BackwardInput& in, void* grad_sinks, Stream stream);
 void simt_dropout(const DropoutMask& p, Stream stream);
+void simt_weights(const Problem& p, const BackwardInput& in, const Tensor4& weights, bool average, Stream stream);
+void simt_summaries(const Problem& p, const BackwardInput& in, const Summaries& result, Stream stream);
+void simt_backward(const Problem& p, const BackwardInput& in, const WeightGradient& source,
+                   const BackwardResult& result, Stream stream);
+void simt_bias(const Problem& p, const BackwardInput& in, const WeightGradient& source, const Tensor4& grad,
+               const BiasPlan& plan, Stream stream);
 void simt_rope(const RopeProblem& p, Stream stream);
 void simt_rope_table(const RopeProblem& p, const RopeAxes& axes, Stream stream);
 

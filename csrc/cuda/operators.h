@@ -14,6 +14,12 @@ Eight double_backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt
                            Opt value_t, Opt bias_t, Opt distance_t, Opt sinks_t, Opt grad_out_t, Opt grad_lse_t,
                            std::array<bool, 8> needed);
 Tensor dropout_mask_cuda(In seed, int64_t batch, int64_t heads, int64_t queries, int64_t keys, double dropout_p);
+Tensor weights_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average);
+Five weights_backward_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
+                           In grad_weights, std::array<bool, 5> needed);
+Four summaries_cuda(const Attention& a, In lse);
+Five summaries_backward_cuda(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
+                             Opt grad_maximum, std::array<bool, 5> needed);
 Tensor rope_cuda(In x, In positions, In inv_freq, at::IntArrayRef axes, bool interleaved, bool inverse, double factor);
 
 inline void register_operators(torch::Library& m) {
@@ -22,6 +28,10 @@ inline void register_operators(torch::Library& m) {
   m.impl("_attention_jvp", Flat<jvp_cuda>::call);
   m.impl("_attention_double_backward", Flat<double_backward_cuda>::call);
   m.impl("_dropout_mask", dropout_mask_cuda);
+  m.impl("_attention_weights", Flat<weights_cuda>::call);
+  m.impl("_attention_weights_backward", Flat<weights_backward_cuda>::call);
+  m.impl("_attention_summaries", Flat<summaries_cuda>::call);
+  m.impl("_attention_summaries_backward", Flat<summaries_backward_cuda>::call);
   m.impl("_rope", rope_cuda);
 }
 

@@ -33,7 +33,7 @@ void start_keys(const Problem& p, const BackwardInput& in, const Along& along, c
 template <class T, class Along>
 void start_queries(const Problem& p, const BackwardInput& in, const Along& along, const BackwardResult& result,
                    Stream stream) {
-  const Index parts = parts_of(p.width), tiles = tiles_of(p.queries, kSimtTile);
+  const Index parts = result.grad_query.defined() ? parts_of(p.width) : 1, tiles = tiles_of(p.queries, kSimtTile);
   const Index tasks = p.batch * p.heads * tiles * parts;
   device::launch(simt_queries_kernel<T, Along>, blocks_for(p, tasks), kSimtThreads, SimtMemory<T>::kBytes, stream, p,
                  in, along, result, parts, tiles, tasks);
@@ -44,7 +44,7 @@ void start_backward(const Problem& p, const BackwardInput& in, const Along& alon
                     Stream stream) {
   in_compute_type(p, [&]<class T>() {
     if (result.grad_key.defined() || result.grad_value.defined()) start_keys<T>(p, in, along, result, stream);
-    if (result.grad_query.defined()) start_queries<T>(p, in, along, result, stream);
+    if (result.grad_query.defined() || result.grad_lse) start_queries<T>(p, in, along, result, stream);
   });
 }
 

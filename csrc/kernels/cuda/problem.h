@@ -20,7 +20,8 @@ struct Problem {
   Tensor4 q, k, v, bias;
   const void* sinks = nullptr;  // [H]
   MaskProgram mask;
-  double scale = 1, softcap = 0;  // softcap 0: none
+  const int32_t *true_heads = nullptr, *true_rows = nullptr;  // what the mask calls each head and row; null: as here
+  double scale = 1, softcap = 0;                              // softcap 0: none
   Dropout dropout;
   const int* only_if = nullptr;  // a flag; where it is not raised nothing is to be done
 
@@ -60,6 +61,21 @@ struct Still {};
 struct BackwardResult {
   Tensor4 grad_query, grad_key, grad_value, grad_bias;
   void* grad_sinks = nullptr;  // [H]
+  void* grad_lse = nullptr;    // [B, H, Lq], where lse is an input: minus the sum of ds
+};
+
+// What a loss of the weights gives to each of them, instead of what a loss of out does: factor grad_ij +
+// grad_column_sum_j - grad_entropy_i (log w + 1) + grad_maximum_i [j = argmax_i]. Each may be absent.
+struct WeightGradient {
+  Tensor4 grad;  // of the weights, or of their mean over heads
+  double factor = 1;
+  const void *column_sum = nullptr, *entropy = nullptr, *maximum = nullptr;  // [B, H, Lk], [B, H, Lq], [B, H, Lq]
+  const Index* argmax = nullptr;                                             // [B, H, Lq]
+};
+
+struct Summaries {
+  void *column_sum, *entropy, *maximum;  // [B, H, Lk], [B, H, Lq], [B, H, Lq]
+  Index* argmax;                         // [B, H, Lq], the first key of the largest weight
 };
 
 struct DropoutMask {

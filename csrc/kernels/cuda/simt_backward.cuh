@@ -157,6 +157,13 @@ __global__ void __launch_bounds__(kSimtThreads)
   }
 }
 
+// The gradient of lse where it is an input of its own; here it is not.
+template <class T, class Along>
+struct SimtLseGradient {
+  DEVICE void subtract(const SimtValues<T>&) {}
+  DEVICE void put(const BackwardResult&, const Site&, Index) const {}
+};
+
 // Queries' side: a block owns 64 queries and 64 columns of dq.
 template <class T, class Along>
 __global__ void __launch_bounds__(kSimtThreads)
@@ -171,14 +178,17 @@ __global__ void __launch_bounds__(kSimtThreads)
     SimtValues<T> dq;
     clear(dq);
     SimtGradients<T, Along> grads;
+    SimtLseGradient<T, Along> lse;
     each_key_tile(m, site, query, [&](SimtScores<T>& tile) {
       grads.compute(m, site, in, along, tile, true);
+      lse.subtract(grads.result().ds);
       grads.finish(m, tile, p);
       grads.each_term(p, in, along, [&](const auto& grad, const Tensor4&, const Tensor4& k, const Tensor4&) {
         add_product<false>(dq, m, grad.ds, site.keys_of(k, tile.key), part, tile.some);
       });
     });
-    put_gradient(result.grad_query, site.b, site.h, query, part, dq, T(p.scale));
+    if (result.grad_query.defined()) put_gradient(result.grad_query, site.b, site.h, query, part, dq, T(p.scale));
+    if (part == 0) lse.put(result, site, query);
   }
 }
 

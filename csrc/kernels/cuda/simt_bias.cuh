@@ -20,23 +20,26 @@ struct BiasOwner {
   DEVICE Index size() const { return count[0] * count[1] * count[2] * count[3]; }
 };
 
-// Sums of a 64 x 64 tile over its rows, columns or both, left in every thread that owns the result's place.
+// Sums of a 64 x 64 tile over its rows, columns or both, left in every thread that owns the result's place. A thread
+// sums one line: a long chain would round as often as it is long.
 template <class T>
 DEVICE void reduce_tile(const SimtMemory<T>& m, SimtValues<T>& x, bool over_rows, bool over_columns) {
   const SimtThread t;
+  const int line = device::thread();
+  const auto sum_line = [&](int first, int step) {
+    T sum = 0;
+    for (int n = 0; n < kSimtTile; ++n) sum += m.weights[first + n * step];
+    m.weights[first] = sum;
+  };
   put_weights(m, x);
   device::sync_threads();
   if (!over_rows && !over_columns) return;
+  if (over_columns && line < kSimtTile) sum_line(line * m.kStride, 1);
+  device::sync_threads();
+  if (over_rows && line < (over_columns ? 1 : kSimtTile)) sum_line(line, m.kStride);
+  device::sync_threads();
   for (int r = 0; r < 4; ++r)
-    for (int c = 0; c < 4; ++c) {
-      const int row = t.row(r), column = t.column(c);
-      if ((over_rows && row > 0) || (over_columns && column > 0)) continue;
-      T sum = 0;
-      for (int i = over_rows ? 0 : row; i < (over_rows ? kSimtTile : row + 1); ++i)
-        for (int j = over_columns ? 0 : column; j < (over_columns ? kSimtTile : column + 1); ++j)
-          sum += m.weights[i * m.kStride + j];
-      x[r][c] = sum;
-    }
+    for (int c = 0; c < 4; ++c) x[r][c] = m.weights[t.row(r) * m.kStride + t.column(c)];
 }
 
 // One tile of scores, its gradient added to the sum.

@@ -20,10 +20,11 @@ struct SimtNorm {
     if (query >= site.of.queries) return;
     base = row_value<T>(in.base, site.row_of(query)), log2_l = row_value<T>(in.log2_l, site.row_of(query));
   }
-  DEVICE T weight(T s) const { return device::exp2(s - base - log2_l); }
+  DEVICE T log2_weight(T s) const { return s - base - log2_l; }
+  DEVICE T weight(T s) const { return device::exp2(log2_weight(s)); }
 };
 
-// base = lse and log2_l = 0, or both counted again from the scores.
+// base = lse and log2_l = 0, or, where lse is coarse, both counted again from the scores.
 template <class T>
 DEVICE void find_norm(const SimtMemory<T>& m, const Site& site, const BackwardInput& in, Index query) {
   const Problem& p = site.of;
@@ -44,8 +45,8 @@ DEVICE void find_norm(const SimtMemory<T>& m, const Site& site, const BackwardIn
     if (t.tx > 0 || query + t.row(r) >= p.queries) continue;
     const Index i = site.row_of(query + t.row(r));
     const T lse = row_value<T>(in.lse, i), from_lse = lse == -kInfinity<T> ? T(0) : lse * kLog2e<T>;
-    put_row_value(in.base, i, !coarse ? from_lse : rows.m[r] == -kInfinity<T> ? T(0) : rows.m[r]);
-    put_row_value(in.log2_l, i, !coarse || l == 0 ? T(0) : device::log2(l));
+    put_row_value(in.base, i, !is_coarse(lse) ? from_lse : rows.m[r] == -kInfinity<T> ? T(0) : rows.m[r]);
+    put_row_value(in.log2_l, i, !is_coarse(lse) || l == 0 ? T(0) : device::log2(l));
   }
 }
 

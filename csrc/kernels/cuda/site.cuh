@@ -117,8 +117,9 @@ struct Site {
   DEVICE_APART Cover cover(Index row, Index rows, Index key, Index keys) const {
     const Index last_row = (row + rows < of.queries ? row + rows : of.queries) - 1;
     const Index last_key = (key + keys < of.keys ? key + keys : of.keys) - 1;
-    const Tile tile{nullptr, int(last_row - row + 1), int32_t(row), int32_t(last_row), int32_t(key), int32_t(last_key)};
-    const Cover cover = of.mask.cover(b, h, tile);
+    Tile tile{nullptr, int(last_row - row + 1), int32_t(row), int32_t(last_row), int32_t(key), int32_t(last_key)};
+    if (of.true_rows) choose_rows(tile, row);
+    const Cover cover = of.mask.cover(b, true_head(), tile);
     // A bias may hide places; a tile that sticks out has places that are none.
     const bool pure = !(asks_bias && of.bias.defined()) && row + rows <= of.queries && key + keys <= of.keys;
     return cover == Cover::all && !pure ? Cover::some : cover;
@@ -133,7 +134,7 @@ struct Site {
   DEVICE_APART uint32_t visible(Index i, Index j) const {
     if (i >= of.queries || j >= of.keys) return 0;
     const int count = of.keys - j < 32 ? int(of.keys - j) : 32;
-    uint32_t bits = of.mask.visible(b, h, int32_t(i), int32_t(j), count);
+    uint32_t bits = of.mask.visible(b, true_head(), true_row(i), int32_t(j), count);
     if (asks_bias && of.bias.defined())
       with_element(of.bias.element, [&]<class E>(E*) {
         const E* bias = static_cast<const E*>(of.bias.data) + bias_offset(i, j);
@@ -144,6 +145,18 @@ struct Site {
   }
 
   DEVICE DropoutStream dropout() const { return of.dropout.on() ? of.dropout.stream(b, h) : DropoutStream{}; }
+
+ private:
+  DEVICE Index true_head() const { return of.true_heads ? device::load(of.true_heads + h) : h; }
+  DEVICE int32_t true_row(Index i) const { return of.true_rows ? device::load(of.true_rows + i) : int32_t(i); }
+  DEVICE void choose_rows(Tile& tile, Index row) const {
+    tile.rows = of.true_rows + row;
+    tile.first_row = tile.last_row = true_row(row);
+    for (int n = 1; n < tile.queries; ++n) {
+      const int32_t i = true_row(row + n);
+      tile.first_row = i < tile.first_row ? i : tile.first_row, tile.last_row = i > tile.last_row ? i : tile.last_row;
+    }
+  }
 };
 
 // Bit n: whether dropout keeps row i and key j + n; j is a multiple of 8.
