@@ -1,19 +1,14 @@
 // Attention on CUDA: forward, backward, and the tangents of both. Scratch comes from torch's allocator, and all work
 // goes to its stream.
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
-#include "cuda/arguments.h"
 #include "cuda/operators.h"
+#include "cuda/scratch.h"
 #include "ops/allocate.h"
 
 namespace attention_ops {
 namespace {
-
-Tensor scratch(const Tensor& like, at::IntArrayRef sizes, at::ScalarType type) {
-  return at::empty(sizes, like.options().dtype(type));
-}
 
 // A flag that a kernel on tensor cores raises where its result will not do; the plain kernels follow, and do nothing
 // unless it is raised. No value comes back to the host.
@@ -107,13 +102,7 @@ class LoadedTangents {
 template <class... Along>
 void sum_gradients(const Call& call, const Problem& p, const BackwardInput& in, const Gradients& grads,
                    const Along&... along) {
-  if (grads.bias.defined() && grads.bias.numel() > 0) {
-    BiasPlan plan(p, result_view4(grads.bias));
-    Tensor sums;
-    if (plan.shares > 1) sums = scratch(grads.bias, {plan.shares, grads.bias.numel()}, grads.type);
-    plan.sums = pointer(call, sums);
-    simt_bias(p, in, along..., result(call, grads.bias), plan, call.stream());
-  }
+  bias_gradient(call, p, in, grads.bias, grads.type, along...);
   if (grads.sinks.defined()) simt_sinks(p, in, along..., pointer(call, grads.sinks), call.stream());
 }
 

@@ -1,15 +1,9 @@
 // Weights and their summaries on CUDA, with their gradients.
-#include <ATen/ops/empty.h>
-
-#include "cuda/arguments.h"
 #include "cuda/operators.h"
+#include "cuda/scratch.h"
 
 namespace attention_ops {
 namespace {
-
-Tensor scratch(const Tensor& like, at::IntArrayRef sizes, at::ScalarType type) {
-  return at::empty(sizes, like.options().dtype(type));
-}
 
 // The rows' side of every pass: what turns scores into weights, counted once.
 class LoadedNorm {
@@ -29,15 +23,6 @@ class LoadedNorm {
   Tensor norm_;
 };
 
-void bias_gradient(const Call& call, const Problem& p, const LoadedNorm& norm, const WeightGradient& source,
-                   const Tensor& grad) {
-  BiasPlan plan(p, result_view4(grad));
-  Tensor sums;
-  if (plan.shares > 1) sums = scratch(grad, {plan.shares, grad.numel()}, norm.type);
-  plan.sums = pointer(call, sums);
-  simt_bias(p, norm.in, source, result(call, grad), plan, call.stream());
-}
-
 // The shared half of all gradients: what is asked for, and the passes.
 Five gradients_through(const Call& call, const Loaded& loaded, const Attention& a, In lse, std::array<bool, 5> needed,
                        const WeightGradient& source) {
@@ -50,7 +35,7 @@ Five gradients_through(const Call& call, const Loaded& loaded, const Attention& 
   BackwardResult to{result(call, query), result(call, key), {}, {}};
   to.grad_lse = pointer(call, grad_lse);
   simt_backward(p, norm.in, source, to, call.stream());
-  if (bias.defined() && bias.numel() > 0) bias_gradient(call, p, norm, source, bias);
+  bias_gradient(call, p, norm.in, bias, norm.type, source);
   const auto finished = [](const Tensor& x, const Tensor& like) { return x.defined() ? x : nothing(like); };
   return {finished(query, a.query), finished(key, a.key), finished(bias, a.bias.value_or(a.query)), nothing(a.query),
           finished(grad_lse, lse)};
@@ -63,7 +48,7 @@ Tensor weights_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt
   Loaded loaded(call, a, /*on_tensor_cores=*/false);
   loaded.place(call, a, heads, rows, queries.expect_int());
   const Problem& p = loaded.problem;
-  const Tensor out = at::empty({p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.options());
+  const Tensor out = scratch(a.query, {p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.scalar_type());
   const LoadedNorm norm(call, loaded, lse);
   simt_weights(p, norm.in, result(call, out), average, call.stream());
   return average ? out.squeeze(1) : out;

@@ -1,8 +1,6 @@
 // Rotary positions on CUDA.
-#include <ATen/ops/empty.h>
-
-#include "cuda/arguments.h"
 #include "cuda/operators.h"
+#include "cuda/scratch.h"
 
 namespace attention_ops {
 namespace {
@@ -20,7 +18,7 @@ Tensor rope_cuda(In x, In positions, In inv_freq, at::IntArrayRef axes, bool int
   const Tensor out = empty_heads_like(x);
   const Index pairs = inv_freq.size(0), position_batch = positions.size(0);
   const auto sums = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const Tensor table = at::empty({position_batch, x.size(2), 2, pairs}, x.options().dtype(sums));
+  const Tensor table = scratch(x, {position_batch, x.size(2), 2, pairs}, sums);
   const Numbers places(call, positions, at::kDouble), frequencies(call, inv_freq, at::kDouble);
   const RopeProblem problem{read_view(call.reads(x)),
                             result(call, out),
