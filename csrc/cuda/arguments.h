@@ -91,4 +91,19 @@ class Loaded {
   Numbers sinks_, seed_, heads_, rows_;
 };
 
+// The tangents of one call's inputs, and of lse where it is one.
+class LoadedTangents {
+ public:
+  LoadedTangents(const Call& call, In lse, Opt query, Opt key, Opt value, Opt bias, Opt sinks, Opt lse_t = std::nullopt)
+      : sinks_(call, sinks, lse.scalar_type()), lse_(call, lse_t, lse.scalar_type()) {
+    view = {read(call, query), read(call, key), read(call, value), read(call, bias), sinks_.data(), lse_.data()};
+  }
+  LoadedTangents(const LoadedTangents&) = delete;
+
+  Tangents view;
+
+ private:
+  Numbers sinks_, lse_;
+};
+
 }  // namespace attention_ops

@@ -83,21 +83,6 @@ class LoadedRows {
   Tensor norm_, delta_;
 };
 
-// The tangents of one call's inputs.
-class LoadedTangents {
- public:
-  LoadedTangents(const Call& call, In lse, Opt query, Opt key, Opt value, Opt bias, Opt sinks)
-      : sinks_(call, sinks, lse.scalar_type()) {
-    view = {read(call, query), read(call, key), read(call, value), read(call, bias), sinks_.data()};
-  }
-  LoadedTangents(const LoadedTangents&) = delete;
-
-  Tangents view;
-
- private:
-  Numbers sinks_;
-};
-
 // The sums over rows of all batches: of a bias, and of the sinks. In a second derivative, along a direction.
 template <class... Along>
 void sum_gradients(const Call& call, const Problem& p, const BackwardInput& in, const Gradients& grads,

@@ -23,9 +23,55 @@ class LoadedNorm {
   Tensor norm_;
 };
 
-// The shared half of all gradients: what is asked for, and the passes.
+// What a loss gives to the weights, with the tensors that it points into.
+WeightGradient of_weights(const Call& call, const Problem& p, Opt grad, bool average) {
+  WeightGradient source;
+  if (grad) source.grad = read_view(call.reads(average ? grad->unsqueeze(1) : *grad));
+  source.factor = average ? 1. / double(std::max<Index>(p.heads, 1)) : 1;
+  return source;
+}
+class OfSummaries {
+ public:
+  OfSummaries(const Call& call, In lse, In argmax, Opt column_sum, Opt entropy, Opt maximum)
+      : column_sum_(call, column_sum, lse.scalar_type()),
+        entropy_(call, entropy, lse.scalar_type()),
+        maximum_(call, maximum, lse.scalar_type()),
+        argmax_(call, argmax, at::kLong) {}
+  WeightGradient view() const {
+    return {{}, 1, column_sum_.data(), entropy_.data(), maximum_.data(), static_cast<const Index*>(argmax_.data())};
+  }
+
+ private:
+  Numbers column_sum_, entropy_, maximum_, argmax_;
+};
+
+// The weights, or their tangents in a direction.
+template <class... Along>
+Tensor weights_of(const Call& call, const Loaded& loaded, const Attention& a, In lse, bool average,
+                  const Along&... along) {
+  const Problem& p = loaded.problem;
+  const Tensor out = scratch(a.query, {p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.scalar_type());
+  const LoadedNorm norm(call, loaded, lse);
+  simt_weights(p, norm.in, along..., result(call, out), average, call.stream());
+  return average ? out.squeeze(1) : out;
+}
+
+// The summaries, or their tangents in a direction.
+template <class... Along>
+Three summaries_of(const Call& call, const Loaded& loaded, In lse, Index* argmax, const Along&... along) {
+  const Problem& p = loaded.problem;
+  const LoadedNorm norm(call, loaded, lse);
+  const Tensor column_sum = scratch(lse, {p.batch, p.heads, p.keys}, norm.type);
+  const Tensor entropy = scratch(lse, lse.sizes(), norm.type), maximum = scratch(lse, lse.sizes(), norm.type);
+  const Summaries to{pointer(call, column_sum), pointer(call, entropy), pointer(call, maximum), argmax};
+  simt_summaries(p, norm.in, along..., to, call.stream());
+  return {column_sum, entropy, maximum};
+}
+
+// The shared half of all gradients, and of their tangents: what is asked for, and the passes.
+template <class Source>
 Five gradients_through(const Call& call, const Loaded& loaded, const Attention& a, In lse, std::array<bool, 5> needed,
-                       const WeightGradient& source) {
+                       const Source& source) {
   const Problem& p = loaded.problem;
   const LoadedNorm norm(call, loaded, lse);
   const Tensor query = needed[0] ? empty_heads_like(a.query) : Tensor();
@@ -47,11 +93,16 @@ Tensor weights_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt
   const Call call(a.query);
   Loaded loaded(call, a, /*on_tensor_cores=*/false);
   loaded.place(call, a, heads, rows, queries.expect_int());
-  const Problem& p = loaded.problem;
-  const Tensor out = scratch(a.query, {p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.scalar_type());
-  const LoadedNorm norm(call, loaded, lse);
-  simt_weights(p, norm.in, result(call, out), average, call.stream());
-  return average ? out.squeeze(1) : out;
+  return weights_of(call, loaded, a, lse, average);
+}
+
+Tensor weights_jvp_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average, Opt query_t,
+                        Opt key_t, Opt bias_t, Opt, Opt lse_t) {
+  const Call call(a.query);
+  Loaded loaded(call, a, /*on_tensor_cores=*/false);
+  loaded.place(call, a, heads, rows, queries.expect_int());
+  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, {}, lse_t);
+  return weights_of(call, loaded, a, lse, average, along.view);
 }
 
 Five weights_backward_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
@@ -59,37 +110,57 @@ Five weights_backward_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10:
   const Call call(a.query);
   Loaded loaded(call, a, /*on_tensor_cores=*/false);
   loaded.place(call, a, heads, rows, queries.expect_int());
-  WeightGradient source;
-  source.grad = read_view(call.reads(average ? grad_weights.unsqueeze(1) : grad_weights));
-  source.factor = average ? 1. / double(std::max<Index>(loaded.problem.heads, 1)) : 1;
+  return gradients_through(call, loaded, a, lse, needed, of_weights(call, loaded.problem, grad_weights, average));
+}
+
+Five weights_double_backward_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
+                                  In grad_weights, Opt query_t, Opt key_t, Opt bias_t, Opt, Opt lse_t,
+                                  Opt grad_weights_t, std::array<bool, 5> needed) {
+  const Call call(a.query);
+  Loaded loaded(call, a, /*on_tensor_cores=*/false);
+  loaded.place(call, a, heads, rows, queries.expect_int());
+  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, {}, lse_t);
+  const WeightGradientTangent source{of_weights(call, loaded.problem, grad_weights, average),
+                                     of_weights(call, loaded.problem, grad_weights_t, average), along.view};
   return gradients_through(call, loaded, a, lse, needed, source);
 }
 
 Four summaries_cuda(const Attention& a, In lse) {
   const Call call(a.query);
   const Loaded loaded(call, a, /*on_tensor_cores=*/false);
-  const Problem& p = loaded.problem;
-  const LoadedNorm norm(call, loaded, lse);
-  const Tensor column_sum = scratch(lse, {p.batch, p.heads, p.keys}, norm.type);
-  const Tensor entropy = scratch(lse, lse.sizes(), norm.type), maximum = scratch(lse, lse.sizes(), norm.type);
   const Tensor argmax = scratch(lse, lse.sizes(), at::kLong);
-  simt_summaries(p, norm.in,
-                 {pointer(call, column_sum), pointer(call, entropy), pointer(call, maximum),
-                  static_cast<Index*>(pointer(call, argmax))},
-                 call.stream());
+  const auto [column_sum, entropy, maximum] =
+      summaries_of(call, loaded, lse, static_cast<Index*>(pointer(call, argmax)));
   return {column_sum, entropy, maximum, argmax};
+}
+
+Three summaries_jvp_cuda(const Attention& a, In lse, In argmax, Opt query_t, Opt key_t, Opt bias_t, Opt, Opt lse_t) {
+  const Call call(a.query);
+  const Loaded loaded(call, a, /*on_tensor_cores=*/false);
+  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, {}, lse_t);
+  const Numbers places(call, argmax, at::kLong);
+  return summaries_of(call, loaded, lse, static_cast<Index*>(const_cast<void*>(places.data())), along.view);
 }
 
 Five summaries_backward_cuda(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
                              Opt grad_maximum, std::array<bool, 5> needed) {
   const Call call(a.query);
   const Loaded loaded(call, a, /*on_tensor_cores=*/false);
-  const at::ScalarType type = lse.scalar_type();
-  const Numbers column_sum(call, grad_column_sum, type), entropy(call, grad_entropy, type),
-      maximum(call, grad_maximum, type), places(call, argmax, at::kLong);
-  const WeightGradient source{
-      {}, 1, column_sum.data(), entropy.data(), maximum.data(), static_cast<const Index*>(places.data())};
-  return gradients_through(call, loaded, a, lse, needed, source);
+  const OfSummaries source(call, lse, argmax, grad_column_sum, grad_entropy, grad_maximum);
+  return gradients_through(call, loaded, a, lse, needed, source.view());
+}
+
+Five summaries_double_backward_cuda(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
+                                    Opt grad_maximum, Opt query_t, Opt key_t, Opt bias_t, Opt, Opt lse_t,
+                                    Opt grad_column_sum_t, Opt grad_entropy_t, Opt grad_maximum_t,
+                                    std::array<bool, 5> needed) {
+  const Call call(a.query);
+  const Loaded loaded(call, a, /*on_tensor_cores=*/false);
+  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, {}, lse_t);
+  const OfSummaries source(call, lse, argmax, grad_column_sum, grad_entropy, grad_maximum);
+  const OfSummaries moved(call, lse, argmax, grad_column_sum_t, grad_entropy_t, grad_maximum_t);
+  return gradients_through(call, loaded, a, lse, needed,
+                           WeightGradientTangent{source.view(), moved.view(), along.view});
 }
 
 }  // namespace attention_ops

@@ -19,6 +19,14 @@ void simt_backward(const Problem& p, const BackwardInput& in, const WeightGradie
                    const BackwardResult& result, Stream stream);
 void simt_bias(const Problem& p, const BackwardInput& in, const WeightGradient& source, const Tensor4& grad,
                const BiasPlan& plan, Stream stream);
+void simt_weights(const Problem& p, const BackwardInput& in, const Tangents& along, const Tensor4& weights,
+                  bool average, Stream stream);
+void simt_summaries(const Problem& p, const BackwardInput& in, const Tangents& along, const Summaries& result,
+                    Stream stream);
+void simt_backward(const Problem& p, const BackwardInput& in, const WeightGradientTangent& along,
+                   const BackwardResult& result, Stream stream);
+void simt_bias(const Problem& p, const BackwardInput& in, const WeightGradientTangent& along, const Tensor4& grad,
+               const BiasPlan& plan, Stream stream);
 void simt_rope(const RopeProblem& p, Stream stream);
 void simt_rope_table(const RopeProblem& p, const RopeAxes& axes, Stream stream);
 

@@ -20,6 +20,17 @@ Five weights_backward_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10:
 Four summaries_cuda(const Attention& a, In lse);
 Five summaries_backward_cuda(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
                              Opt grad_maximum, std::array<bool, 5> needed);
+Tensor weights_jvp_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average, Opt query_t,
+                        Opt key_t, Opt bias_t, Opt distance_t, Opt lse_t);
+Five weights_double_backward_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
+                                  In grad_weights, Opt query_t, Opt key_t, Opt bias_t, Opt distance_t, Opt lse_t,
+                                  Opt grad_weights_t, std::array<bool, 5> needed);
+Three summaries_jvp_cuda(const Attention& a, In lse, In argmax, Opt query_t, Opt key_t, Opt bias_t, Opt distance_t,
+                         Opt lse_t);
+Five summaries_double_backward_cuda(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
+                                    Opt grad_maximum, Opt query_t, Opt key_t, Opt bias_t, Opt distance_t, Opt lse_t,
+                                    Opt grad_column_sum_t, Opt grad_entropy_t, Opt grad_maximum_t,
+                                    std::array<bool, 5> needed);
 Tensor rope_cuda(In x, In positions, In inv_freq, at::IntArrayRef axes, bool interleaved, bool inverse, double factor);
 
 inline void register_operators(torch::Library& m) {
@@ -32,6 +43,10 @@ inline void register_operators(torch::Library& m) {
   m.impl("_attention_weights_backward", Flat<weights_backward_cuda>::call);
   m.impl("_attention_summaries", Flat<summaries_cuda>::call);
   m.impl("_attention_summaries_backward", Flat<summaries_backward_cuda>::call);
+  m.impl("_attention_weights_jvp", Flat<weights_jvp_cuda>::call);
+  m.impl("_attention_weights_double_backward", Flat<weights_double_backward_cuda>::call);
+  m.impl("_attention_summaries_jvp", Flat<summaries_jvp_cuda>::call);
+  m.impl("_attention_summaries_double_backward", Flat<summaries_double_backward_cuda>::call);
   m.impl("_rope", rope_cuda);
 }
 

@@ -73,9 +73,15 @@ struct WeightGradient {
   const Index* argmax = nullptr;                                             // [B, H, Lq]
 };
 
+// The direction of a second derivative of weights: tangents of the inputs, and of what the loss gives.
+struct WeightGradientTangent {
+  WeightGradient source, moved;
+  Tangents of;
+};
+
 struct Summaries {
   void *column_sum, *entropy, *maximum;  // [B, H, Lk], [B, H, Lq], [B, H, Lq]
-  Index* argmax;                         // [B, H, Lq], the first key of the largest weight
+  Index* argmax;  // [B, H, Lq], the first key of the largest weight; given where tangents are asked
 };
 
 struct DropoutMask {
