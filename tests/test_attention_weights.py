@@ -57,23 +57,28 @@ def test_weights(case):
     check_weights(case)
 
 
-SELECTIONS = list(itertools.product((False, True), repeat=3))
+def selections(case: cases.Case) -> list[dict]:
+    """Some heads or all, some rows or all, each head or their mean."""
+    heads = torch.randint(0, case.shape.heads, (3,))
+    rows = torch.randint(0, case.shape.queries, (5,))
+    names = ("average", "heads", "rows")
+    chosen = itertools.product((False, True), (None, heads), (None, rows))
+    return [dict(zip(names, values, strict=True)) for values in chosen]
 
 
-def check_selection(case: cases.Case, average: bool, some_heads: bool, some_rows: bool, device: str = "cpu") -> None:
+def check_selection(case: cases.Case, selection: dict, device: str = "cpu") -> None:
     shape = case.shape
-    heads = torch.randint(0, shape.heads, (3,)) if some_heads else None
-    rows = torch.randint(0, shape.queries, (5,)) if some_rows else None
-    counts = [3 if some_heads else shape.heads, 5 if some_rows else shape.queries]
-    grads = [torch.randn(shape.batch, *counts[1 if average else 0 :], shape.keys)]
-    more = {"heads": heads, "rows": rows, "average": average}
-    check(case, attention_ops.attention_weights, reference.attention_weights, grads, (case.dtype,), device, **more)
+    chosen = (selection["heads"], shape.heads), (selection["rows"], shape.queries)
+    counts = [n if index is None else len(index) for index, n in chosen]
+    grads = [torch.randn(shape.batch, *counts[1 if selection["average"] else 0 :], shape.keys)]
+    ours, formula = attention_ops.attention_weights, reference.attention_weights
+    check(case, ours, formula, grads, (case.dtype,), device, **selection)
 
 
 @pytest.mark.parametrize("case", NO_DROPOUT[1::2], ids=str)
 def test_weights_of_some_heads_and_rows(case):
-    for selection in SELECTIONS:
-        check_selection(case, *selection)
+    for selection in selections(case):
+        check_selection(case, selection)
 
 
 def no_ties(case: cases.Case) -> bool:

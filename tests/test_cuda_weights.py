@@ -27,7 +27,7 @@ def is_small(case: cases.Case) -> bool:
 
 CASES = list(dict.fromkeys(dataclasses.replace(c, distance="no_distance") for c in on_the_processor.NO_DROPOUT))
 SMALL = [case for case in CASES if is_small(case)]
-SELECTED = list(zip(SMALL[1::4], itertools.cycle(on_the_processor.SELECTIONS), strict=False))
+SELECTED = list(zip(SMALL[1::4], itertools.cycle(range(8)), strict=False))
 
 
 @pytest.mark.parametrize("case", SMALL[::4], ids=str)
@@ -37,7 +37,7 @@ def test_weights(case, device):
 
 @pytest.mark.parametrize(("case", "selection"), SELECTED, ids=str)
 def test_weights_of_some_heads_and_rows(case, selection, device):
-    on_the_processor.check_selection(case, *selection, device)
+    on_the_processor.check_selection(case, on_the_processor.selections(case)[selection], device)
 
 
 @pytest.mark.parametrize("case", [case for case in SMALL if on_the_processor.no_ties(case)][::2], ids=str)
@@ -49,8 +49,8 @@ def test_summaries(case, device):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_whole_grid(case):
     on_the_processor.check_weights(case, "cuda")
-    for selection in on_the_processor.SELECTIONS:
-        on_the_processor.check_selection(case, *selection, "cuda")
+    for selection in on_the_processor.selections(case):
+        on_the_processor.check_selection(case, selection, "cuda")
     if on_the_processor.no_ties(case):
         on_the_processor.check_summaries(case, "cuda")
 
@@ -71,7 +71,7 @@ def test_sizes(queries, keys, device):
 def test_every_mask(name, device):
     shape = cases.Shape(2, 2, 1, 33, 33 if name in cases.SQUARE_KINDS else 50, 8, 1)
     case = cases.Case(shape, mask=name, sinks=True)
-    on_the_processor.check_selection(case, average=False, some_heads=True, some_rows=True, device=device)
+    on_the_processor.check_selection(case, on_the_processor.selections(case)[3], device)
     on_the_processor.check_summaries(case, device)
 
 
