@@ -163,9 +163,7 @@ class LongRoPE(Scaling):
     def frequencies(self, rotary_dim: int, base: float, length: int | Tensor, device: torch.device) -> Frequencies:
         for name, given in (("short", self.short), ("long", self.long)):
             if len(given) != rotary_dim // 2:
-                raise ValueError(
-                    f"LongRoPE: expected {name} length {rotary_dim // 2} as in the pairs, got {len(given)}"
-                )
+                raise ValueError(f"LongRoPE: expected {name} length {rotary_dim // 2}, got {len(given)}")
         short, long = (torch.tensor(given, dtype=torch.float64, device=device) for given in (self.short, self.long))
         is_long = _as_tensor(length, device) > self.original_length
         ratio = self.length / self.original_length
@@ -222,9 +220,7 @@ def rope(
         raise TypeError(f"rope: expected x a Tensor, got {type(x).__name__}")
     if layout not in LAYOUTS:
         raise ValueError(f"rope: expected layout half or interleaved, got {layout!r}")
-    positions, offset = _places(
-        x, positions, offset, 2 if isinstance(frequencies, Frequencies) and frequencies.axes else 1
-    )
+    positions, offset = _places(x, positions, offset, frequencies)
     inverse, factor, axes = _chosen_frequencies(x, positions, offset, base, rotary_dim, scaling, frequencies)
     return torch.ops.attention_ops.rope(x, inverse, positions, offset, axes, layout == "interleaved", factor)
 
@@ -238,8 +234,7 @@ class Rope:
 
     >>> from attention_ops import attention
     >>> x = torch.randn(1, 2, 6, 8)
-    >>> whole = attention(x, x, x, mask="causal", rope=Rope())
-    >>> last = attention(x[:, :, 5:], x, x, mask="causal", rope=Rope())
+    >>> whole, last = (attention(q, x, x, mask="causal", rope=Rope()) for q in (x, x[:, :, 5:]))
     >>> torch.allclose(last, whole[:, :, 5:], atol=1e-6)
     True
     """
@@ -253,13 +248,13 @@ class Rope:
 
     def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Query and key [B, H, L, D], rotated."""
-        queries, keys = query.shape[-2], key.shape[-2]
-        if queries > keys:
-            raise ValueError(f"Rope: expected query length of at most {keys} as in key, got {queries}")
-        positions, _ = _places(key, self.positions, 0, 1)
+        earlier = key.shape[-2] - query.shape[-2]
+        if earlier < 0:
+            raise ValueError(f"Rope: expected query length of at most {key.shape[-2]}, got {query.shape[-2]}")
+        positions, _ = _places(key, self.positions, 0, self.frequencies)
         given = (self.base, self.rotary_dim, self.scaling, self.frequencies)
         turn = {"layout": self.layout, "frequencies": _chosen_frequencies(key, positions, 0, *given)}
-        last = {"offset": keys - queries} if positions is None else {"positions": positions[..., keys - queries :]}
+        last = {"offset": earlier} if positions is None else {"positions": positions[..., earlier:]}
         return rope(query, **turn, **last), rope(key, **turn, positions=positions)
 
 
@@ -362,10 +357,9 @@ def _chosen_frequencies(
     scaling: Scaling | None,
     frequencies: Frequencies | None,
 ) -> Frequencies:
-    if frequencies is not None and not isinstance(frequencies, Frequencies):
-        raise TypeError(f"rope: expected frequencies a rotary.Frequencies, got {type(frequencies).__name__}")
-    if scaling is not None and not isinstance(scaling, Scaling):
-        raise TypeError(f"rope: expected scaling a rotary.Scaling, got {type(scaling).__name__}")
+    for name, given, kind in (("frequencies", frequencies, Frequencies), ("scaling", scaling, Scaling)):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(f"rope: expected {name} a rotary.{kind.__name__}, got {type(given).__name__}")
     if frequencies is None:
         width = x.shape[-1] if rotary_dim is None and x.dim() else rotary_dim or 0
         length = _length(x, positions, offset) if scaling is not None and scaling.by_length else 0
@@ -375,8 +369,9 @@ def _chosen_frequencies(
     return frequencies
 
 
-def _places(x: Tensor, positions: Tensor | None, offset: int | Tensor, own: int) -> tuple[Tensor | None, int]:
-    """Positions, whose last `own` dimensions are no batch, and a number to add; offsets of samples are added here."""
+def _places(x: Tensor, positions: Tensor | None, offset: int | Tensor, of: object) -> tuple[Tensor | None, int]:
+    """Positions and a number to add; offsets of samples are added here."""
+    own = 2 if isinstance(of, Frequencies) and of.axes else 1  # dimensions that are no batch
     if positions is not None and not isinstance(positions, Tensor):
         raise TypeError(f"rope: expected positions a Tensor, got {type(positions).__name__}")
     if isinstance(offset, int | torch.SymInt):

@@ -102,7 +102,7 @@ def test_longrope(length):
     factor = math.sqrt(1 + math.log(8) / math.log(1024))
     equal(ours, [f / c for f, c in zip(plain(16), chosen, strict=True)], factor)
     wrong = rotary.LongRoPE(short, long, 9, 9)
-    refuses(ValueError, "short length 4 as in the pairs, got 8", rotary.frequencies, 8, scaling=wrong)
+    refuses(ValueError, "short length 4, got 8", rotary.frequencies, 8, scaling=wrong)
 
 
 def test_the_factor_multiplies_what_turns():
