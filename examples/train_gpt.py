@@ -92,10 +92,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, config: Config, attend: Callable[[Tensor, Tensor, Tensor], Tensor]):
+    def __init__(self, config: Config, attend: Callable[[Tensor, Tensor, Tensor], Tensor], positions: nn.Module):
+        """`positions` is what adds them to the embeddings, for those schemes that do."""
         super().__init__()
-        self.tokens = nn.Embedding(config.vocabulary, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
+        self.tokens, self.positions = nn.Embedding(config.vocabulary, config.width), positions
         self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for name, parameter in self.named_parameters():
@@ -105,7 +105,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=1 / math.sqrt(config.width * branches))
 
     def embed(self, text: Tensor) -> Tensor:
-        return self.tokens(text) + self.positions.weight[: text.shape[1]]  # [B, L, width]
+        return self.positions(self.tokens(text))  # [B, L, width]
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.embed(text)
@@ -152,31 +152,41 @@ def draw_batch(codes: Tensor, config: Config, generator: torch.Generator) -> Ten
     return codes[starts + torch.arange(config.context + 1)]  # [batch, context + 1]
 
 
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """AdamW that lets matrices decay and vectors not."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    decay, betas = config.weight_decay, (0.9, 0.98)
+    return torch.optim.AdamW(groups, config.learning_rate, betas, weight_decay=decay, fused=True)
+
+
+def update(optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> None:
+    """One step down the loss, by gradients of norm 1 at most."""
+    optimizer.zero_grad()
+    loss.backward()
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+    optimizer.step()
+
+
 class Training:
     """One model on its way: its batches, its losses, its clock."""
 
     def __init__(self, name: str, config: Config, corpus: Corpus):
         torch.manual_seed(config.seed)
         self.name, self.config, self.corpus = name, config, corpus
-        self.model = GPT(config, ATTENTION[name])
+        self.model = GPT(config, ATTENTION[name], attention_ops.nn.LearnedPositions(config.context, config.width))
         self.batches = torch.Generator().manual_seed(config.seed)
-        matrices = [p for p in self.model.parameters() if p.dim() == 2]
-        vectors = [p for p in self.model.parameters() if p.dim() == 1]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        decay, betas = config.weight_decay, (0.9, 0.98)
-        self.optimizer = torch.optim.AdamW(groups, config.learning_rate, betas, weight_decay=decay, fused=True)
+        self.optimizer = make_optimizer(self.model, config)
         self.losses: list[float] = []
         self.validation: dict[int, float] = {}  # step -> bits per character
         self.seconds = 0.0
 
     def step(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(len(self.losses), self.config)
         loss = self.model.loss(draw_batch(self.corpus.training, self.config, self.batches))
-        self.optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        update(self.optimizer, loss, learning_rate(len(self.losses), self.config))
         self.losses.append(loss.item())
 
     def turn(self, steps: int) -> None:
