@@ -1,5 +1,6 @@
 """The examples run, say what they found and draw their pictures."""
 
+import json
 import os
 import pathlib
 import re
@@ -61,6 +62,20 @@ def test_meanflow(tmp_path: pathlib.Path) -> None:
         assert abs(of_samples - of_data) < 0.7 * abs(of_noise - of_data)
     check_table(done.stdout)
     assert (tmp_path / "meanflow.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_length_generalisation(tmp_path: pathlib.Path) -> None:
+    """Little training and lengths to 256; the script itself checks that ALiBi holds on text."""
+    schemes, scores = ["sinusoidal", "ALiBi", "Shaw"], tmp_path / "scores.json"
+    options = ["--quick", "--tasks", "text", "copying", "--schemes", *schemes, "--json", str(scores)]
+    done = run("examples/length_generalisation.py", *options, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    text, copying = (json.loads(scores.read_text())[task] for task in ("text", "copying"))
+    assert text["ALiBi"]["256"] - text["ALiBi"]["64"] < 0.03  # bits
+    assert text["sinusoidal"]["256"] - text["sinusoidal"]["64"] > 0.05
+    assert copying["sinusoidal"]["256"] < 0.6 * copying["sinusoidal"]["64"]
+    assert copying["Shaw"]["256"] > 0.9
+    assert (tmp_path / "length_generalisation.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_readme() -> None:
