@@ -70,9 +70,9 @@ def write_json(title: str, tables: dict[str, list[Row]], path: pathlib.Path) -> 
     path.write_text(json.dumps({"title": title, **tables_as_dicts}, indent=1) + "\n", encoding="utf-8")
 
 
-def fill_readme(text: str, path: pathlib.Path) -> None:
-    """Put `text` between the two markers of the README."""
-    begin, end = "<!-- bench:begin -->", "<!-- bench:end -->"
+def fill_readme(text: str, path: pathlib.Path, block: str = "bench") -> None:
+    """Put `text` between the two markers of a block of the README."""
+    begin, end = f"<!-- {block}:begin -->", f"<!-- {block}:end -->"
     readme = path.read_text(encoding="utf-8")
     if begin not in readme or end not in readme:
         sys.exit(f"bench: expected {path.name} to hold the markers {begin} and {end}")
