@@ -8,10 +8,11 @@ import pathlib
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 import attention_ops
 
@@ -61,3 +62,19 @@ def running_on(backend: str) -> Iterator[str]:
     if backend == "cuda" and not HAS_GPU:
         pytest.skip(f"no GPU, or kernels for it {attention_ops.build_info()['cuda']}")
     yield backend
+
+
+def assert_replays(step: Callable[[], Iterable[Tensor]], leaves: list[Tensor]) -> None:
+    """A graph of what `step` does computes it from whatever the leaves hold when it is replayed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = step()
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.copy_(torch.randn_like(leaf))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))

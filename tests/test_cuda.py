@@ -4,7 +4,7 @@ import cases
 import pytest
 import test_attention
 import torch
-from backends import HAS_GPU, on_model
+from backends import HAS_GPU, assert_replays, on_model
 from compare import assert_exact
 from torch import Tensor
 
@@ -187,18 +187,7 @@ def test_a_graph_replays_forward_and_backward(dtype):
         out = attention_ops.attention(*leaves, mask="causal")
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            captured = step()
-        with torch.no_grad():
-            for leaf in leaves:
-                leaf.copy_(torch.randn_like(leaf))
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+    assert_replays(step, leaves)
 
 
 @needs_gpu
