@@ -44,6 +44,10 @@ def distances(queries: int, keys: int, *, offset: int | Tensor = 0, device: torc
     >>> distances(2, 3).tolist()
     [-2, -1, 0, 1]
     """
+    if min(queries, keys) < 0:
+        raise ValueError(f"distances: expected queries and keys of 0 or more, got {queries} and {keys}")
+    if isinstance(offset, Tensor) and offset.dim() > 1:
+        raise ValueError(f"distances: expected offset with 0 or 1 dimensions [B], got {offset.dim()}")
     d = torch.arange(1 - keys, queries, device=device) if queries and keys else torch.arange(0, device=device)
     return d + offset[..., None] if isinstance(offset, Tensor) else d + offset
 
@@ -94,6 +98,9 @@ def alibi(slopes: Tensor, queries: int, keys: int, *, ahead: Tensor | None = Non
 
     Press et al., Train Short, Test Long, 2021, https://arxiv.org/abs/2108.12409.
     """
+    for name, given in (("slopes", slopes), ("ahead", ahead)):
+        if given is not None and (given.dim() != 1 or len(given) != len(slopes)):
+            raise ValueError(f"alibi: expected {name} shape [H], got {list(given.shape)}")
     d = _for_heads(distances(queries, keys, offset=offset, device=slopes.device))
     behind = slopes[:, None] * -d.abs()
     return behind if ahead is None else torch.where(d > 0, ahead[:, None] * -d, behind)
@@ -139,6 +146,7 @@ def t5(
 
     Raffel et al., Exploring the Limits of Transfer Learning (T5), 2019, https://arxiv.org/abs/1910.10683.
     """
+    _check_rank("t5", "table", table, 2)
     d = distances(queries, keys, offset=offset, device=table.device)
     bucket = t5_buckets(d, bidirectional=bidirectional, buckets=len(table), max_distance=max_distance)
     return _with_batch(table[bucket].mT)
@@ -152,6 +160,7 @@ def kerple_log(r1: Tensor, r2: Tensor, queries: int, keys: int, *, offset: int |
 
     Chi et al., KERPLE, 2022, https://arxiv.org/abs/2205.09921.
     """
+    _check_kernels(r1, r2)
     d = _for_heads(distances(queries, keys, offset=offset, device=r1.device)).abs()
     return -(r1[:, None] * torch.log1p(r2[:, None] * d))
 
@@ -164,6 +173,7 @@ def kerple_power(r1: Tensor, r2: Tensor, queries: int, keys: int, *, offset: int
 
     Chi et al., KERPLE, 2022, https://arxiv.org/abs/2205.09921.
     """
+    _check_kernels(r1, r2)
     d = _for_heads(distances(queries, keys, offset=offset, device=r1.device)).abs()
     power = d.clamp(min=1).to(r2.dtype) ** r2[:, None]  # log 0 would meet the gradient of r2
     return r1[:, None] * torch.where(d > 0, -power, 0)
@@ -179,6 +189,7 @@ def clipped(table: Tensor, queries: int, keys: int, *, offset: int | Tensor = 0)
 
     Shaw et al., Self-Attention with Relative Position Representations, 2018, https://arxiv.org/abs/1803.02155.
     """
+    _check_rank("clipped", "table", table, 2)
     index = _clipped_index("clipped", len(table), distances(queries, keys, offset=offset, device=table.device))
     return _with_batch(table[index].mT)
 
@@ -194,6 +205,7 @@ def relative_rows(table: Tensor, queries: int, keys: int, *, offset: int | Tenso
 
     Shaw et al., Self-Attention with Relative Position Representations, 2018, https://arxiv.org/abs/1803.02155.
     """
+    _check_rank("relative_rows", "table", table, 2, 3)
     d = distances(queries, keys, offset=offset, device=table.device)
     index = _clipped_index("relative_rows", table.shape[-2], d)
     table = table if table.dim() == 3 else table[None]
@@ -218,6 +230,11 @@ def transformer_xl(
 
     Dai et al., Transformer-XL, 2019, https://arxiv.org/abs/1901.02860.
     """
+    _check_rank("transformer_xl", "rows", rows, 3, 4)
+    for name, bias in (("content", content), ("place", place)):
+        wanted = [rows.shape[-3], rows.shape[-1]]
+        if list(bias.shape) != wanted:
+            raise ValueError(f"transformer_xl: expected {name} shape {wanted} as in rows, got {list(bias.shape)}")
     scale = 1 / math.sqrt(max(rows.shape[-1], 1)) if scale is None else scale
     rows = rows if rows.dim() == 4 else rows[None]
     return rows, scale * (rows @ (place - content)[..., None])[..., 0]
@@ -307,6 +324,18 @@ def left_padded(lengths: Tensor, length: int) -> Tensor:
     [[0, 0, 1, 2], [0, 0, 0, 0]]
     """
     return (torch.arange(length, device=lengths.device) - (length - lengths[:, None])).clamp(min=0)
+
+
+def _check_rank(operator: str, name: str, x: Tensor, *ranks: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{operator}: expected {name} a Tensor, got {type(x).__name__}")
+    if x.dim() not in ranks:
+        raise ValueError(f"{operator}: expected {name} with {' or '.join(map(str, ranks))} dimensions, got {x.dim()}")
+
+
+def _check_kernels(r1: Tensor, r2: Tensor) -> None:
+    if r1.dim() != 1 or r1.shape != r2.shape:
+        raise ValueError(f"kerple: expected r1 and r2 shapes [H], got {list(r1.shape)} and {list(r2.shape)}")
 
 
 def _for_heads(d: Tensor) -> Tensor:

@@ -238,3 +238,25 @@ ERRORS = [
 @pytest.mark.parametrize(("call", "wanted"), ERRORS, ids=[wanted for _, wanted in ERRORS])
 def test_errors(call, wanted):
     refuses(ValueError, wanted, call)
+
+
+WRONG = {
+    "lengths": (ValueError, position.distances, (-1, 3), "queries and keys of 0 or more, got -1 and 3"),
+    "slopes": (ValueError, position.alibi, (torch.randn(2, 2), 3, 3), "slopes shape \\[H\\], got \\[2, 2\\]"),
+    "table": (ValueError, position.t5, (torch.randn(32, 2, 2), 3, 3), "table with 2 dimensions, got 3"),
+    "list": (TypeError, position.clipped, ([1.0], 3, 3), "table a Tensor, got list"),
+    "rows": (ValueError, position.relative_rows, (torch.randn(3), 3, 3), "table with 2 or 3 dimensions, got 1"),
+    "kernels": (ValueError, position.kerple_log, (torch.ones(3), torch.ones(2), 3, 3), "r1 and r2 shapes \\[H\\], got"),
+    "places": (
+        ValueError,
+        position.transformer_xl,
+        (torch.randn(2, 5, 4), torch.randn(2, 4), torch.randn(3, 4)),
+        "place shape \\[2, 4\\] as in rows, got \\[3, 4\\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input(name):
+    error, function, arguments, message = WRONG[name]
+    refuses(error, message, function, *arguments)

@@ -174,7 +174,7 @@ def test_rope_as_an_option_refuses():
 def test_errors():
     refuses(ValueError, "rotary_dim a multiple of 4, got 6", rotary.axial, 6)
     refuses(ValueError, "rotary_dim a multiple of 2, got 6", rotary.axial, 6, 0)
-    refuses(ValueError, "pairs that sum to 4, got 3", rotary.sections, rotary.frequencies(8), (1, 2))
+    refuses(ValueError, "pairs of 0 or more that sum to 4, got .1, 2.", rotary.sections, rotary.frequencies(8), (1, 2))
     refuses(ValueError, "rotary_dim even and 0 or more, got 5", rotary.frequencies, 5)
 
 
@@ -225,3 +225,27 @@ def test_layouts_as_in_other_libraries():
     cosine, sine = (torch.cat((t, t), -1)[None].float() for t in (angle.cos(), angle.sin()))
     theirs, _ = modeling.apply_rotary_pos_emb(x, x, cosine, sine)
     torch.testing.assert_close(rope(x), theirs, rtol=1e-4, atol=1e-5)
+
+
+WRONG_ROPES = {
+    "positions_0d": (ValueError, {"positions": torch.tensor(3)}, "positions with 1 or more dimensions, got 0"),
+    "positions_list": (TypeError, {"positions": [1]}, "positions a Tensor, got list"),
+    "inverse": (TypeError, {"frequencies": rotary.Frequencies([1.0] * 4)}, "frequencies.inverse a Tensor, got list"),
+    "base": (TypeError, {"base": "a"}, "base a number, got str"),
+    "rotary_dim": (TypeError, {"rotary_dim": 4.0}, "rotary_dim a number, got float"),
+    "scaling": (TypeError, {"scaling": 1.0}, "scaling a rotary.Scaling, got float"),
+    "both": (ValueError, {"scaling": rotary.Linear(2.0), "frequencies": rotary.frequencies(8)}, "no base, .*got both"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ROPES)
+def test_wrong_options_of_attention(name):
+    error, options, message = WRONG_ROPES[name]
+    x = torch.randn(1, 1, 4, 8)
+    refuses(error, message, attention_ops.attention, x, x, x, rope=rotary.Rope(**options))
+
+
+def test_scalings_refuse_what_divides_by_zero():
+    refuses(ValueError, "factor above 0, got 0", rotary.Linear, 0)
+    refuses(ValueError, "original_length above 0, got 0", rotary.YaRN, 2.0, 0)
+    refuses(ValueError, "original_length above 0, got -1", rotary.DynamicNTK, 2.0, -1)
