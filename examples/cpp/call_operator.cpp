@@ -43,10 +43,9 @@ struct Options {
 std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                      std::string_view mask = "", at::TensorList mask_data = {}, const Options& o = {}) {
   using Maybe = const std::optional<Tensor>&;
-  using Signature =
-      std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, at::TensorList, std::string_view, Maybe,
-                                 Maybe, std::optional<double>, std::optional<double>, double, Maybe, Maybe, Maybe,
-                                 Maybe);
+  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, at::TensorList,
+                                               std::string_view, Maybe, Maybe, std::optional<double>,
+                                               std::optional<double>, double, Maybe, Maybe, Maybe, Maybe);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("attention_ops::attention", "").typed<Signature>();
   return op.call(query, key, value, mask_data, mask, o.bias, o.sinks, o.scale, o.softcap, o.dropout_p, o.seed,
