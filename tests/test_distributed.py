@@ -165,12 +165,15 @@ def tangents(place) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = {"query": (B, H, LQ, 8), "key": (B, 2, LK, 8), "value": (B, 2, LK, 6), "none": (B, 2, LK, 0)}
     sizes |= {"out": (B, H, LQ, 6), "lse": (B, H, LQ), "bias": (1, H, 1, LK)}
+    sizes["distance"] = (1, H, LQ + LK - 1, 9)
     x = {name: place(torch.randn(size, generator=generator), name) for name, size in sizes.items()}
-    options = x["bias"], None, [], "causal", 0.3, 0.0, 0.0, None
-    of_scores = x["query"], x["key"], None, x["lse"]  # tangents of query, key, bias, lse
+    options = x["bias"], x["distance"], None, [], "causal", 0.3, 0.0, 0.0, None
+    of_scores = x["query"], x["key"], None, x["distance"], x["lse"]  # tangents of query, key, bias, distance, lse
     pair, argmax = (x["query"], x["key"]), place(torch.ones(B, H, LQ, dtype=torch.int64), "lse")
     return [
-        *OPS._attention_jvp(*pair, x["value"], *options, x["out"], x["lse"], *pair, x["value"], None, None),
+        *OPS._attention_jvp(
+            *pair, x["value"], *options, x["out"], x["lse"], *pair, x["value"], None, x["distance"], None
+        ),
         OPS._attention_weights_jvp(*pair, x["none"], *options, x["lse"], None, None, LQ, False, *of_scores),
         *OPS._attention_summaries_jvp(*pair, x["none"], *options, x["lse"], argmax, *of_scores),
     ]
@@ -188,7 +191,8 @@ def second_derivatives(rank: int) -> None:
         shard = placements["query"]
 
         def place(x: Tensor, name: str, shard=shard) -> Tensor:
-            return distribute_tensor(x, mesh, [Replicate() if name == "bias" and shard == Shard(0) else shard])
+            is_shared = name in ("bias", "distance") and shard == Shard(0)
+            return distribute_tensor(x, mesh, [Replicate() if is_shared else shard])
 
         for mine, theirs in zip(tangents(place), tangents(lambda x, name: x), strict=True):
             assert mine.placements == (shard,)
@@ -231,7 +235,7 @@ def check_weights(mesh: DeviceMesh) -> None:
     share, keep = functools.partial(place, placements=[Shard(1)]), functools.partial(place, placements=[Replicate()])
 
     def weights(share, keep, heads: list[Tensor], seen: Tensor, average: bool) -> Tensor:
-        tensors = share(query), share(key), share(key[..., :0]), None, None, [keep(seen)]
+        tensors = share(query), share(key), share(key[..., :0]), None, None, None, [keep(seen)]
         chosen = keep(heads[0]) if heads else None
         last = share(lse), chosen, None, LQ, average
         return OPS._attention_weights(*tensors, "dense", 0.3, 0.0, 0.0, None, *last)
