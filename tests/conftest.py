@@ -17,8 +17,6 @@ def pytest_configure(config: pytest.Config) -> None:
     torchs_own = ("torch.jit.*:DeprecationWarning", "torch.jit.*:FutureWarning", "isinstance.*LeafSpec.*:FutureWarning")
     for line in ("error", *(f"ignore:.*{text}" for text in torchs_own)):
         config.addinivalue_line("filterwarnings", line)
-    # Code compiled for an operator with other arguments would be found again: the cache's key does not know them.
-    torch.compiler.config.force_disable_caches = True
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
