@@ -10,20 +10,6 @@ namespace attention_ops {
 constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / 32, kDecodeTile = 64;
 constexpr int kDecodePasses = int(kDecodeColumns) / kDecodeThreads;  // columns of the values that a thread owns
 
-template <class T>
-DEVICE T warp_sum(T x) {
-  for (int n = 16; n > 0; n /= 2) x += device::shuffle_xor(x, n);
-  return x;
-}
-template <class T>
-DEVICE T warp_max(T x) {
-  for (int n = 16; n > 0; n /= 2) {
-    const T other = device::shuffle_xor(x, n);
-    x = other > x ? other : x;
-  }
-  return x;
-}
-
 // The rows of one batch and key head: those of its query heads in turn.
 struct DecodeHead {
   const Problem& of;
@@ -181,7 +167,7 @@ class DecodeBlock {
         finish_score(s[c], tanh, visible, head_.site(row), head_.query(row), key + j);
         top = s[c] > top ? s[c] : top;
       }
-      top = warp_max(top);
+      top = row_max<32>(top);
       const T base = top > -kInfinity<T> ? top : T(0);  // nothing visible yet
       const T alpha = m_[n] == base ? T(1) : device::exp2(m_[n] - base);
       for (int c = 0; c < kDecodeTile / 32; ++c) {
@@ -191,7 +177,7 @@ class DecodeBlock {
         sum += p;
         memory_.p[j * memory_.kStride + row] = kept ? p : T(0);
       }
-      m_[n] = top, l_[n] = alpha * l_[n] + warp_sum(sum);
+      m_[n] = top, l_[n] = alpha * l_[n] + row_sum<32>(sum);
       if (lane() == 0) memory_.alpha[row] = alpha;
     }
   }

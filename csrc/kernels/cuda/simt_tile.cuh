@@ -20,15 +20,15 @@ DEVICE void clear(SimtValues<T>& x) {
     for (T& e : row) e = 0;
 }
 
-// Sum and maximum over the sixteen threads that hold a row.
-template <class T>
+// Sum and maximum over the threads that hold a row: sixteen, or those of a warp.
+template <int Threads = 16, class T>
 DEVICE T row_sum(T x) {
-  for (int n = 8; n > 0; n /= 2) x += device::shuffle_xor(x, n);
+  for (int n = Threads / 2; n > 0; n /= 2) x += device::shuffle_xor(x, n);
   return x;
 }
-template <class T>
+template <int Threads = 16, class T>
 DEVICE T row_max(T x) {
-  for (int n = 8; n > 0; n /= 2) {
+  for (int n = Threads / 2; n > 0; n /= 2) {
     const T other = device::shuffle_xor(x, n);
     x = other > x ? other : x;
   }
