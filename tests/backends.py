@@ -78,3 +78,13 @@ def assert_replays(step: Callable[[], Iterable[Tensor]], leaves: list[Tensor]) -
                 leaf.copy_(torch.randn_like(leaf))
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@contextlib.contextmanager
+def less_memory_than(mebibytes: int) -> Iterator[None]:
+    """What is done inside allocates no more on the GPU, at its peak."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield
+    assert torch.cuda.max_memory_allocated() - before < mebibytes * 2**20
