@@ -14,8 +14,11 @@ from torch.distributed.tensor.experimental import register_sharding
 
 __all__ = ["register", "row_seeds"]
 
-# Every private operator with a query.
+# Every private operator with rows of several heads, query or x.
 NAMES = (
+    "_rope",
+    "_rotary_attention_forward",
+    "_rotary_attention_backward",
     "_attention_forward",
     "_attention_backward",
     "_attention_jvp",
@@ -82,6 +85,13 @@ def row_seeds(seed: Tensor, batch: int) -> Tensor:
     return torch.stack([seed.expand(batch), torch.arange(batch, device=seed.device)], -1)
 
 
+def replicated(x: Tensor, like: Tensor) -> Tensor:
+    """x as a DTensor over the mesh of `like`, if that is one."""
+    if not isinstance(like, DTensor):
+        return x
+    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
 def _placements(schema: torch.FunctionSchema, *values: object) -> list[tuple[list, list]]:
     """The placements of results and of tensors that may go together, for one dimension of a mesh."""
     given = dict(zip((argument.name for argument in schema.arguments), values, strict=True))
@@ -90,15 +100,21 @@ def _placements(schema: torch.FunctionSchema, *values: object) -> list[tuple[lis
 
 
 def _batch_may_be_shared(given: Arguments) -> bool:
-    return given["query"].shape[0] > 1 and (given["seed"] is None or given["seed"].ndim == 2)
+    seed = given.get("seed")
+    return _rows(given).shape[0] > 1 and (seed is None or seed.ndim == 2)
 
 
 def _heads_may_be_shared(given: Arguments) -> bool:
     """Not where the result depends on the number of a head, or on all of them."""
-    if given["seed"] is not None or given.get("average") or given.get("heads") is not None:
+    if given.get("seed") is not None or given.get("average") or given.get("heads") is not None:
         return False
-    heads, key_heads = given["query"].shape[1], given["key"].shape[1]
-    return heads > 1 and (key_heads in (1, heads) or _divides_evenly(key_heads, given["query"].mesh.shape))
+    rows = _rows(given)
+    heads, key_heads = rows.shape[1], given.get("key", rows).shape[1]
+    return heads > 1 and (key_heads in (1, heads) or _divides_evenly(key_heads, rows.mesh.shape))
+
+
+def _rows(given: Arguments) -> typing.Any:
+    return given["query" if "query" in given else "x"]
 
 
 def _divides_evenly(size: int, mesh: tuple[int, ...]) -> bool:
@@ -140,7 +156,7 @@ def _axis(name: str, ndim: int, along: str) -> int | None:
         return 0 if along == "heads" else None
     if along == "batch":
         return 0
-    return None if name == "seed" or (name == "mask_data" and ndim < 3) else 1
+    return None if name in ("seed", "table") or (name == "mask_data" and ndim < 3) else 1
 
 
 def _of_result(name: str, index: int, given: Arguments, along: str) -> Placement:

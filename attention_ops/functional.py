@@ -80,7 +80,7 @@ def attention(
         distance_bias: [B|1, H|1, Lq + Lk - 1], of query's type or float32; -inf masks its distance.
         relative_key: [B|1, H|1, Lq + Lk - 1, D], of query's type or float32.
         relative_value: [B|1, H|1, Lq + Lk - 1, Dv], of query's type or float32.
-        rope: a `rotary.Rope`, by which query and key are rotated first.
+        rope: a `rotary.Rope`, by which query and key are rotated.
 
     Returns:
         out [B, H, Lq, Dv] in query's type, or (out, lse).
@@ -98,12 +98,13 @@ def attention(
     FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
     _check_tensors("attention", query=query, key=key, value=value)
-    query, key = _rotated("attention", rope, query, key)
+    query, key, turns = rope.prepare(query, key) if _turns("attention", rope, query, key) else (query, key, {})
     by_distance = {"distance_bias": distance_bias, "relative_key": relative_key, "relative_value": relative_value}
     data, options = _given("attention", mask, scale, softcap, bias=bias, sinks=sinks, **by_distance)
+    options |= turns
     if dropout_p != 0:
         options["dropout_p"] = dropout_p
-        if seed is None and _is_dtensor(query):  # each device would draw its own
+        if seed is None and rotary.is_dtensor(query):  # each device would draw its own
             raise ValueError("attention: expected seed a Tensor with dropout of DTensors, got None")
     if seed is not None:
         _check_tensors("attention", seed=seed)
@@ -284,7 +285,7 @@ def scaled_dot_product_attention(
         raise ValueError(
             f"{SDPA}: expected attn_mask None with is_causal, got a tensor of {attn_mask.dim()} dimensions"
         )
-    if dropout_p != 0 and _is_dtensor(query):
+    if dropout_p != 0 and rotary.is_dtensor(query):
         raise ValueError(f"{SDPA}: expected dropout_p 0 for DTensors (attention takes a seed), got {dropout_p}")
     query, key, value, leading = _four_dimensions(query, key, value, enable_gqa)
     bias, mask = None, masks.causal("upper_left") if is_causal else None
@@ -298,11 +299,6 @@ def scaled_dot_product_attention(
 SDPA = "scaled_dot_product_attention"
 
 
-def _is_dtensor(x: Tensor) -> bool:
-    """By its name: the class is slow to import, and this is traced by compilers."""
-    return type(x).__name__ == "DTensor"
-
-
 def _check_tensors(operator: str, **arguments: object) -> None:
     """The dispatcher's own message would name neither the argument in our grammar nor a type of error users expect."""
     for name, x in arguments.items():
@@ -310,12 +306,16 @@ def _check_tensors(operator: str, **arguments: object) -> None:
             raise TypeError(f"{operator}: expected {name} a Tensor, got {type(x).__name__}")
 
 
-def _rotated(operator: str, rope: rotary.Rope | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def _turns(operator: str, rope: rotary.Rope | None, query: Tensor, key: Tensor) -> bool:
     if rope is None or min(query.dim(), key.dim()) < 2:  # which the operator refuses
-        return query, key
+        return False
     if not isinstance(rope, rotary.Rope):
         raise TypeError(f"{operator}: expected rope a rotary.Rope, got {type(rope).__name__}")
-    return rope.rotate(query, key)
+    return True
+
+
+def _rotated(operator: str, rope: rotary.Rope | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return rope.rotate(query, key) if _turns(operator, rope, query, key) else (query, key)
 
 
 def _given(

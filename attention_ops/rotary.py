@@ -59,7 +59,8 @@ def rope(
     the type of x, also under autocast, and every derivative is a rotation again.
 
     Args:
-        x: [B, H, L, D], query or key; also [L, D], [H, L, D] and more leading dimensions. Its type is the result's.
+        x: [B, H, L, D], query or key; also [L, D], [H, L, D] and more leading dimensions (of a DTensor, [B, H, L, D]).
+            Its type is the result's.
         positions: [L] or [B, L], integers, or float32 or float64 for places between them; 0, 1, 2, ... if None.
             Where the frequencies have axes, [axes, L] or [B, axes, L].
         offset: added to the positions: a number, or a tensor [B] with one for each sample.
@@ -86,16 +87,21 @@ def rope(
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"rope: expected x a Tensor, got {type(x).__name__}")
-    if layout not in LAYOUTS:
-        raise ValueError(f"rope: expected layout half or interleaved, got {layout!r}")
+    _check_layout(layout)
     positions, offset = _places(x, positions, offset, frequencies)
     inverse, factor, axes = _chosen_frequencies(x, positions, offset, base, rotary_dim, scaling, frequencies)
+    if is_dtensor(x):
+        table = _beside(x, torch.ops.attention_ops.rope_table(x, inverse, positions, offset, axes, factor))
+        return torch.ops.attention_ops._rope(x, table, layout == "interleaved", False)
     return torch.ops.attention_ops.rope(x, inverse, positions, offset, axes, layout == "interleaved", factor)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary positions as an option of `attention`, with the arguments of `rope`: query and key are rotated first.
+    """Rotary positions as an option of `attention`, with the arguments of `rope`.
+
+    The result is that of rotating query and key first, but there is one table of cosines and sines for both, and what
+    was rotated is not kept for the backward pass, which rotates again.
 
     `positions` are those of the keys, [Lk] or [B, Lk]; the queries have the last Lq of them. So a step with a cache,
     of keys as they were before rotation, needs no offset, and a scaling by length sees the cache's.
@@ -119,11 +125,46 @@ class Rope:
         earlier = key.shape[-2] - query.shape[-2]
         if earlier < 0:
             raise ValueError(f"Rope: expected query length of at most {key.shape[-2]}, got {query.shape[-2]}")
-        positions, _ = _places(key, self.positions, 0, self.frequencies)
-        given = (self.base, self.rotary_dim, self.scaling, self.frequencies)
-        turn = {"layout": self.layout, "frequencies": _chosen_frequencies(key, positions, 0, *given)}
+        positions, frequencies = self._of(key)
+        turn = {"layout": self.layout, "frequencies": frequencies}
         last = {"offset": earlier} if positions is None else {"positions": positions[..., earlier:]}
         return rope(query, **turn, **last), rope(key, **turn, positions=positions)
+
+    def prepare(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, dict[str, object]]:
+        """Query, key and options for the operator, which rotates by a table of cosines and sines [B|1, Lk, 2, pairs].
+
+        That has one dimension of samples. With positions for each of more, query and key are rotated here.
+        """
+        _check_layout(self.layout)
+        positions, (inverse, factor, axes) = self._of(key)
+        if key.dim() > 4 and positions is not None and positions.dim() > (2 if axes else 1):
+            return *self.rotate(query, key), {}
+        table = torch.ops.attention_ops.rope_table(key, inverse, positions, 0, axes, factor)
+        return query, key, {"rope_table": _beside(key, table), "interleaved": self.layout == "interleaved"}
+
+    def _of(self, key: Tensor) -> tuple[Tensor | None, Frequencies]:
+        positions, _ = _places(key, self.positions, 0, self.frequencies)
+        given = (self.base, self.rotary_dim, self.scaling, self.frequencies)
+        return positions, _chosen_frequencies(key, positions, 0, *given)
+
+
+def is_dtensor(x: Tensor) -> bool:
+    """By its name: the class is slow to import, and this is traced by compilers."""
+    return type(x).__name__ == "DTensor"
+
+
+def _beside(x: Tensor, table: Tensor) -> Tensor:
+    """The table where x is: the same for all devices of a DTensor."""
+    if not is_dtensor(x):
+        return table
+    from .distributed import replicated
+
+    return replicated(table, x)
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"rope: expected layout half or interleaved, got {layout!r}")
 
 
 def _chosen_frequencies(

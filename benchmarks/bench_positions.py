@@ -37,7 +37,7 @@ class Scheme:
     parameters: tuple[Tensor, ...] = ()
 
 
-def causally(query: Tensor, key: Tensor, value: Tensor, **options: Tensor) -> Tensor:
+def causally(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
     return attention(query, key, value, mask=masks.causal(), **options)
 
 
@@ -55,16 +55,20 @@ def hidden_of(length: int) -> Tensor:
 
 
 def rotary_scheme(length: int) -> Scheme:
-    frequencies, (cosine, sine) = rotary.frequencies(WIDTH), tables(length, WIDTH, torch.float32)
-
-    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return causally(rope(query, frequencies=frequencies), rope(key, frequencies=frequencies), value)
+    cosine, sine = tables(length, WIDTH, torch.float32)
 
     def peer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key = (x * cosine + rotate_half(x) * sine for x in (query, key))
         return causally_by_torch(query, key, value)
 
-    return Scheme(ours, peer)
+    return Scheme(functools.partial(causally, rope=rotary.Rope()), peer)
+
+
+def rotated_first(length: int) -> Scheme:
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return causally(rope(query), rope(key), value)
+
+    return Scheme(ours, rotary_scheme(length).peer)
 
 
 def alibi_scheme(length: int) -> Scheme:
@@ -100,6 +104,7 @@ def shaw_scheme(length: int) -> Scheme:
 SCHEMES = {
     "none": lambda length: Scheme(causally, causally_by_torch),
     "rope": rotary_scheme,
+    "rope before": rotated_first,
     "ALiBi": alibi_scheme,
     "T5": t5_scheme,
     "Shaw, keys": shaw_scheme,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import attention_ops
-from attention_ops import distributed, masks
+from attention_ops import distributed, masks, rotary
 
 OPS = torch.ops.attention_ops
 WIDTH, HEADS, KEY_HEADS, LENGTH = 16, 4, 2, 9
@@ -199,8 +199,30 @@ def second_derivatives(rank: int) -> None:
             torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
+def rotated(rank: int) -> None:
+    """Queries and keys, alone and inside attention; the table is the same for all."""
+    distributed.register()
+    mesh = init_device_mesh("cpu", (2,))
+    names = ("query", "key", "value")
+
+    def turn(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        turned = attention_ops.rope(query, layout="interleaved", positions=torch.arange(B * LQ).view(B, LQ))
+        option = rotary.Rope(positions=torch.arange(B * LK).view(B, LK))
+        return [turned, attention_ops.attention(query, key, value, mask="causal", rope=option)]
+
+    tensors = given(2, names=())
+    wanted = gradients(turn, tensors, names)
+    for placement in (Shard(0), Shard(1)):
+        placed = {name: distribute_tensor(x, mesh, [placement]) for name, x in tensors.items()}
+        ours = gradients(turn, placed, names)
+        assert all(x.placements == (placement,) for x in ours[0])
+        for mine, theirs in zip(ours, wanted, strict=True):
+            torch.testing.assert_close([x.full_tensor() for x in mine], theirs, **CLOSE)
+
+
 def all_derivatives(rank: int) -> None:
     dtensors(rank)
+    rotated(rank)
     second_derivatives(rank)
 
 
@@ -324,13 +346,13 @@ def test_row_seeds_draw_what_the_seed_draws():
         distributed.row_seeds(torch.tensor([1, 2]), 4)
 
 
-def test_every_operator_with_a_query_is_registered():
+def test_every_operator_with_rows_of_heads_is_registered():
     names = {
         name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("attention_ops::_")
     }
-    with_query = {
+    with_rows = {
         name
         for name in names
-        if any(a.name == "query" for a in torch._C._get_schema(f"attention_ops::{name}", "").arguments)
+        if any(a.name in ("query", "x") for a in torch._C._get_schema(f"attention_ops::{name}", "").arguments)
     }
-    assert with_query == set(distributed.NAMES)
+    assert with_rows == set(distributed.NAMES)

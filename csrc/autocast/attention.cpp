@@ -42,6 +42,11 @@ Pair forward_autocast(const Attention& a) {
 }
 
 template <c10::DeviceType Device>
+Pair rotary_forward_autocast(const Attention& a, In table, bool interleaved) {
+  return rotary_forward().call(Cast<Device>(a).view(), table, interleaved);
+}
+
+template <c10::DeviceType Device>
 Tensor weights_autocast(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average) {
   return weights().call(Cast<Device>(a).view(), lse, heads, rows, queries, average);
 }
@@ -54,6 +59,7 @@ Four summaries_autocast(const Attention& a, In lse) {
 template <c10::DeviceType Device>
 void register_all(torch::Library& m) {
   m.impl("_attention_forward", Flat<forward_autocast<Device>>::call);
+  m.impl("_rotary_attention_forward", Flat<rotary_forward_autocast<Device>>::call);
   m.impl("_attention_weights", Flat<weights_autocast<Device>>::call);
   m.impl("_attention_summaries", Flat<summaries_autocast<Device>>::call);
 }

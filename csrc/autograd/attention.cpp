@@ -97,7 +97,7 @@ Six backward_autograd(c10::DispatchKeySet keys, const Attention& a, In out, In l
   auto [query, key, value, bias, distance, sinks] = below_autograd([&] {
     return backward().redispatch(keys & c10::after_autograd_keyset, a, out, lse, grad_out, grad_lse, needed);
   });
-  if (node) attach(node, {query, key, value, bias, distance, sinks});
+  if (node) attach(node, {query, key, value, bias, distance, sinks}, needed);
   if (any_has_tangent(a.query, a.key, a.value, a.bias, a.distance, a.sinks, grad_out, grad_lse)) {
     const Primals p(a);
     const auto [query_t, key_t, value_t, bias_t, distance_t, sinks_t, out_t, lse_t] = double_backward().call(
@@ -142,7 +142,7 @@ Eight double_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In 
                                         key_t, value_t, bias_t, distance_t, sinks_t, grad_out_t, grad_lse_t, needed);
   });
   if (node) {
-    attach(node, {query, key, value, bias, distance, sinks, o, l});
+    attach(node, {query, key, value, bias, distance, sinks, o, l}, needed);
     announce(node);
   }
   return {query, key, value, bias, distance, sinks, o, l};

@@ -111,7 +111,7 @@ Five weights_backward_autograd(c10::DispatchKeySet keys, const Attention& a, In 
     return weights_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, heads, rows, queries, average,
                                          grad_weights, needed);
   });
-  if (node) attach(node, {query, key, bias, distance, grad_lse});
+  if (node) attach(node, {query, key, bias, distance, grad_lse}, needed);
   if (any_has_tangent(a.query, a.key, a.bias, a.distance, lse, grad_weights)) {
     const Primals p(a);
     const auto [query_t, key_t, bias_t, distance_t, lse_t] = weights_double_backward().call(
@@ -162,7 +162,7 @@ Five weights_double_backward_autograd(c10::DispatchKeySet keys, const Attention&
                                                 grad_weights_t, needed);
   });
   if (node) {
-    attach(node, {query, key, bias, distance, grad_lse});
+    attach(node, {query, key, bias, distance, grad_lse}, needed);
     announce(node);
   }
   return {query, key, bias, distance, grad_lse};
@@ -254,7 +254,7 @@ Five summaries_backward_autograd(c10::DispatchKeySet keys, const Attention& a, I
     return summaries_backward().redispatch(keys & c10::after_autograd_keyset, a, lse, argmax, grad_column_sum,
                                            grad_entropy, grad_maximum, needed);
   });
-  if (node) attach(node, {query, key, bias, distance, grad_lse});
+  if (node) attach(node, {query, key, bias, distance, grad_lse}, needed);
   if (any_has_tangent(a.query, a.key, a.bias, a.distance, lse, grad_column_sum, grad_entropy, grad_maximum)) {
     const Primals p(a);
     const auto [query_t, key_t, bias_t, distance_t, lse_t] = summaries_double_backward().call(
@@ -302,7 +302,7 @@ Five summaries_double_backward_autograd(c10::DispatchKeySet keys, const Attentio
                                                   grad_column_sum_t, grad_entropy_t, grad_maximum_t, needed);
   });
   if (node) {
-    attach(node, {query, key, bias, distance, grad_lse});
+    attach(node, {query, key, bias, distance, grad_lse}, needed);
     announce(node);
   }
   return {query, key, bias, distance, grad_lse};

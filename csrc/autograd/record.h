@@ -136,6 +136,12 @@ void attach(const Pointer& node, std::initializer_list<Tensor> outputs) {
   for (const auto& x : outputs) torch::autograd::set_history(x, node);
 }
 
+// The same for results that stand empty where they are not needed.
+template <class Pointer, size_t N>
+void attach(const Pointer& node, std::initializer_list<Tensor> outputs, const std::array<bool, N>& needed) {
+  for (size_t i = 0; i < N; ++i) torch::autograd::set_history(needed[i] ? outputs.begin()[i] : Tensor(), node);
+}
+
 inline Tensor plain(In x) {
   return x;
 }

@@ -52,7 +52,8 @@ Six gradients_of(const Loaded<T, E, E>& loaded, const Attention& a, In out, In l
   if (needed[3] && a.bias) grads.bias = on_large_pages(at::empty(a.bias->sizes(), a.bias->options()));
   if (needed[4] && a.distance) grads.distance = empty_of<T>(a.query, a.distance->sizes());
   if (needed[5] && a.sinks) grads.sinks = empty_of<T>(a.query, a.sinks->sizes());
-  const Operand<E> out_rows(out), grad_rows(grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out));
+  const Tensor grads_of_rows = grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out);
+  const Operand<E> out_rows(out), grad_rows = queries_of<E>(grads_of_rows, a, Place::grad_out);
   const Vector<T> lse_rows(lse), grad_lse_rows(grad_lse);
   const ValueGradient<T, E> source(loaded.problem.value_width);
   run_backward<T, E>(loaded.problem, {out_rows.view(), grad_rows.view(), lse_rows.data(), grad_lse_rows.data()}, grads,
@@ -67,7 +68,7 @@ Six gradients_of(const Loaded<T, E, E>& loaded, const Attention& a, In out, In l
 
 Six backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 6> needed) {
   return in_row_types(a, [&]<class T, class E>() -> Six {
-    return gradients_of<T, E>(Loaded<T, E, E>(a), a, out, lse, grad_out, grad_lse, needed);
+    return gradients_of<T, E>(Loaded<T, E, E>(a, /*is_backward=*/true), a, out, lse, grad_out, grad_lse, needed);
   });
 }
 
@@ -104,7 +105,7 @@ Eight double_backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt 
                           Opt value_t, Opt bias_t, Opt distance_t, Opt sinks_t, Opt grad_out_t, Opt grad_lse_t,
                           std::array<bool, 8> needed) {
   return in_compute_type(a.query, [&]<class T>() -> Eight {
-    const Loaded<T> loaded(a);
+    const Loaded<T> loaded(a, /*is_backward=*/true);
     const LoadedTangents<T> inputs(query_t, key_t, value_t, bias_t, distance_t, sinks_t);
     // What forward mode may have counted already, but out and lse come without their tangents.
     const auto [out_t, lse_t, exact] = tangents_of(loaded, inputs, out, lse);

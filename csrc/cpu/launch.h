@@ -1,7 +1,9 @@
 // From tensors to what kernels take: types, views, masks. A type that a processor cannot compute in well is widened.
 #pragma once
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
+#include <array>
 #include <vector>
 
 #include "kernels/cpu/pairs.h"
@@ -41,6 +43,18 @@ Tensor empty_rows(const Tensor& like, at::IntArrayRef sizes) {
   return on_large_pages(empty_heads(like.options().dtype(kScalarType<T>), sizes[0], sizes[1], sizes[2], sizes[3]));
 }
 
+// Rows [B, H, L, width] for the time of one call, each head's next to each other. What `place` names is in use once at
+// a time, as a rule; its memory is kept for the next call, but where large pages make new memory cheap.
+enum class Place { query, key, value, grad_out, count };
+
+inline Tensor scratch_rows(const Tensor& like, Place place) {
+  static std::array<KeptBlock, size_t(Place::count)> kept{KeptBlock(kLargePages), KeptBlock(kLargePages),
+                                                          KeptBlock(kLargePages), KeptBlock(kLargePages)};
+  KeptBlock& of = kept[size_t(place)];
+  Block* block = of.take(like.numel() * like.element_size());
+  return at::from_blob(block->data(), like.sizes(), [&of, block](void*) { of.give(block); }, like.options());
+}
+
 // A four-dimensional tensor as rows of T.
 template <class T>
 class Operand {
@@ -51,6 +65,14 @@ class Operand {
   // With a null pointer where there is no tensor.
   explicit Operand(Opt x) {
     if (x) *this = Operand(*x);
+  }
+  // Rows that tiles of so many others read. A copy is worth its time where they are far apart: in pages of their own
+  // they wait for addresses to be translated, and a multiple of 1 KiB apart they have few places in the first cache.
+  static Operand packed(const Tensor& x, Index readers, Place place) {
+    constexpr Index kPage = 4096, kSets = 1024;
+    const Index apart = x.stride(2) * Index(sizeof(T)), least = apart > kPage ? 512 : 1024;
+    const bool is_scattered = x.stride(2) > x.size(3) && apart % kSets == 0;
+    return Operand(is_scattered && readers >= least ? scratch_rows(x, place).copy_(x) : x);
   }
   // Readable in whole units of rows and columns, with zeros past its own.
   static Operand padded(const Tensor& x) {
@@ -103,14 +125,20 @@ class DistanceRows {
   DistanceTable<T> view_;
 };
 
+// As a backward pass reads them, for every tile of keys.
+template <class E>
+Operand<E> queries_of(const Tensor& x, const Attention& a, Place place) {
+  return kPaired<E> ? Operand<E>(x) : Operand<E>::packed(x, a.key.size(2), place);
+}
+
 // The problem of one call, with the tensors that it points into. Keys and values are rows of E, queries of Q.
 template <class T, class E = T, class Q = T>
 class Loaded {
  public:
-  explicit Loaded(const Attention& a)
-      : query_(a.query),
-        key_(rows_of(a.key)),
-        value_(rows_of(a.value)),
+  explicit Loaded(const Attention& a, bool is_backward = false)
+      : query_(is_backward ? queries_of<Q>(a.query, a, Place::query) : Operand<Q>(a.query)),
+        key_(keys_of(a.key, a, Place::key)),
+        value_(keys_of(a.value, a, Place::value)),
         distance_(a.distance, a.query.size(3)),
         sinks_(a.sinks),
         seed_(a.seed),
@@ -137,7 +165,9 @@ class Loaded {
   }
 
   // Padded where products of pairs read them.
-  static Operand<E> rows_of(const Tensor& x) { return kPaired<Q> ? Operand<E>::padded(x) : Operand<E>(x); }
+  static Operand<E> keys_of(const Tensor& x, const Attention& a, Place place) {
+    return kPaired<Q> ? Operand<E>::padded(x) : Operand<E>::packed(x, a.query.size(2), place);
+  }
 
   Matrices<const E> key() const { return key_.view(); }
   Matrices<const E> value() const { return value_.view(); }

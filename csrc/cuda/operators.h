@@ -31,7 +31,8 @@ Five summaries_double_backward_cuda(const Attention& a, In lse, In argmax, Opt g
                                     Opt grad_maximum, Opt query_t, Opt key_t, Opt bias_t, Opt distance_t, Opt lse_t,
                                     Opt grad_column_sum_t, Opt grad_entropy_t, Opt grad_maximum_t,
                                     std::array<bool, 5> needed);
-Tensor rope_cuda(In x, In positions, In inv_freq, at::IntArrayRef axes, bool interleaved, bool inverse, double factor);
+Tensor rope_table_cuda(In positions, In inv_freq, at::IntArrayRef axes, double factor, at::ScalarType dtype);
+Tensor rope_cuda(In x, In table, bool interleaved, bool inverse);
 
 inline void register_operators(torch::Library& m) {
   m.impl("_attention_forward", Flat<forward_cuda>::call);
@@ -47,6 +48,7 @@ inline void register_operators(torch::Library& m) {
   m.impl("_attention_weights_double_backward", Flat<weights_double_backward_cuda>::call);
   m.impl("_attention_summaries_jvp", Flat<summaries_jvp_cuda>::call);
   m.impl("_attention_summaries_double_backward", Flat<summaries_double_backward_cuda>::call);
+  m.impl("_rope_table", rope_table_cuda);
   m.impl("_rope", rope_cuda);
 }
 

@@ -13,27 +13,32 @@ RopeAxes axes_from(Index first, Index pairs, at::IntArrayRef axes) {
 
 }  // namespace
 
-Tensor rope_cuda(In x, In positions, In inv_freq, at::IntArrayRef axes, bool interleaved, bool inverse, double factor) {
-  const Call call(x);
-  const Tensor out = empty_heads_like(x);
-  const Index pairs = inv_freq.size(0), position_batch = positions.size(0);
-  const auto sums = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const Tensor table = scratch(x, {position_batch, x.size(2), 2, pairs}, sums);
+Tensor rope_table_cuda(In positions, In inv_freq, at::IntArrayRef axes, double factor, at::ScalarType dtype) {
+  const Call call(inv_freq);
+  const Index batch = positions.size(0), length = positions.size(2), pairs = inv_freq.size(0);
+  const Tensor table = at::empty({batch, length, 2, pairs}, inv_freq.options().dtype(dtype));
   const Numbers places(call, positions, at::kDouble), frequencies(call, inv_freq, at::kDouble);
-  const RopeProblem problem{read_view(call.reads(x)),
-                            result(call, out),
-                            pairs,
-                            position_batch,
-                            positions.size(1),
-                            static_cast<const double*>(places.data()),
-                            static_cast<const double*>(frequencies.data()),
-                            pointer(call, table),
-                            interleaved,
-                            inverse,
-                            factor};
+  const RopeTable problem{batch,
+                          positions.size(1),
+                          length,
+                          pairs,
+                          static_cast<const double*>(places.data()),
+                          static_cast<const double*>(frequencies.data()),
+                          factor,
+                          pointer(call, table),
+                          dtype == at::kDouble};
   for (Index first = 0; first < pairs; first += RopeAxes::kMost)
     simt_rope_table(problem, axes_from(first, pairs, axes), call.stream());
-  simt_rope(problem, call.stream());
+  return table;
+}
+
+Tensor rope_cuda(In x, In table, bool interleaved, bool inverse) {
+  const Call call(x);
+  const Tensor out = empty_turned_like(x, inverse);
+  const Tensor turns = table.to(lse_type(x)).contiguous();
+  simt_rope({read_view(call.reads(x)), result(call, out), turns.size(3), turns.size(0),
+             call.reads(turns).const_data_ptr(), interleaved, inverse},
+            call.stream());
   return out;
 }
 

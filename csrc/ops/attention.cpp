@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "ops/allocate.h"
 #include "ops/check.h"
 #include "ops/inputs.h"
 
@@ -34,13 +35,29 @@ OptionalTensor seed_of(const Inputs& inputs, double dropout_p, Opt seed) {
   return at::randint(std::numeric_limits<int64_t>::max(), {1}, inputs.query.options().dtype(at::kLong));
 }
 
+// [B|1, Lk, 2, pairs], of rope_table
+void check_rope_table(const Inputs& inputs, In table) {
+  const auto type = lse_type(inputs.query);
+  TORCH_CHECK_TYPE(table.scalar_type() == type, inputs.op, ": expected rope_table dtype ", type_name(type), ", got ",
+                   type_name(table.scalar_type()));
+  check_device(inputs.op, "rope_table", table, inputs.query);
+  const bool fits = table.dim() == 4 && broadcasts(table.sym_size(0), inputs.B) && same(table.sym_size(1), inputs.Lk) &&
+                    same(table.sym_size(2), 2) && holds((table.sym_size(3) * 2).sym_le(inputs.query.sym_size(3)));
+  TORCH_CHECK_VALUE(fits, inputs.op, ": expected rope_table shape [", inputs.B, " or 1, ", inputs.Lk,
+                    ", 2, pairs] with at most ", inputs.query.sym_size(3), " / 2 pairs, got ", table.sym_sizes());
+  TORCH_CHECK_VALUE(holds(inputs.Lq.sym_le(inputs.Lk)), inputs.op, ": expected query length of at most ", inputs.Lk,
+                    " with rope_table, got ", inputs.Lq);
+}
+
 Pair attention(In query, In key, In value, at::TensorList mask_data, std::string_view mask, Opt bias, Opt sinks,
                std::optional<double> scale, std::optional<double> softcap, double dropout_p, Opt seed,
-               Opt distance_bias, Opt relative_key, Opt relative_value) {
+               Opt distance_bias, Opt relative_key, Opt relative_value, Opt rope_table, bool interleaved) {
   const Inputs inputs({"attention", query, key, &value, bias, distance_bias, relative_key, relative_value, sinks,
                        mask_data, mask, scale, softcap});
   const OptionalTensor drawn = seed_of(inputs, dropout_p, seed);
-  const auto [out, lse] = forward().call(inputs.attention(dropout_p, drawn));
+  const Attention a = inputs.attention(dropout_p, drawn);
+  if (rope_table) check_rope_table(inputs, *rope_table);
+  const auto [out, lse] = rope_table ? rotary_forward().call(a, *rope_table, interleaved) : forward().call(a);
   return {inputs.restore(out), inputs.restore(lse)};
 }
 
@@ -48,7 +65,8 @@ TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor[] mask_data, str mask='', Tensor? bias=None, "
       "Tensor? sinks=None, float? scale=None, float? softcap=None, float dropout_p=0., Tensor? seed=None, Tensor? "
-      "distance_bias=None, Tensor? relative_key=None, Tensor? relative_value=None) -> "
+      "distance_bias=None, Tensor? relative_key=None, Tensor? relative_value=None, Tensor? rope_table=None, "
+      "bool interleaved=False) -> "
       "(Tensor out, Tensor lse)");
   const auto define = [&](const std::string& name, const std::string& rest) {
     m.def(torch::schema((name + "(" + kSharedSchema + rest).c_str()), {at::Tag::pt2_compliant_tag});

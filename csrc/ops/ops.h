@@ -37,6 +37,10 @@ struct Attention {
   double softcap;  // 0: none
   double dropout_p;
   const OptionalTensor& seed;  // int64: [1] is a seed, [B, 2] is a seed and a batch number for each row
+
+  Attention with_rows(In other_query, In other_key) const {
+    return {other_query, other_key, value, bias, distance, sinks, mask_data, mask, scale, softcap, dropout_p, seed};
+  }
 };
 
 inline constexpr const char* kSharedSchema =
@@ -189,11 +193,32 @@ inline Tensor kept(In seed, c10::SymInt B, c10::SymInt H, c10::SymInt Lq, c10::S
   return op.call(seed, B, H, Lq, Lk, dropout_p);
 }
 
-// x [B, H, L, D] with its first 2 * pairs elements turned by positions [B|1, axes, L] times inv_freq [pairs], both
-// float64; axes [pairs] says which axis each pair is on, and is empty where all are on the first. No attention either.
+// Cosines and sines [B|1, L, 2, pairs], times a factor, of positions [B|1, axes, L] times inv_freq [pairs], both
+// float64; axes [pairs] says which axis each pair is on, and is empty where all are on the first. In float64 or
+// float32.
+inline const auto& rope_table() {
+  using Signature = Tensor(In positions, In inv_freq, at::IntArrayRef axes, double factor, at::ScalarType dtype);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("attention_ops::_rope_table", "").typed<Signature>();
+  return op;
+}
+
+// x [B, H, L, D] with its first 2 * pairs elements turned by such a table.
 inline const auto& rope() {
-  using Signature = Tensor(In, In, In, at::IntArrayRef, bool interleaved, bool inverse, double factor);
+  using Signature = Tensor(In x, In table, bool interleaved, bool inverse);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attention_ops::_rope", "").typed<Signature>();
+  return op;
+}
+
+// forward and backward with query and key turned by a table of the keys, of which the queries have the last rows.
+// Turned rows are made anew for each and not kept.
+inline const auto& rotary_forward() {
+  static const Primitive<Pair, In, bool> op("attention_ops::_rotary_attention_forward");
+  return op;
+}
+inline const auto& rotary_backward() {
+  static const Primitive<Six, In, bool, In, In, Opt, Opt, std::array<bool, 6>> op(
+      "attention_ops::_rotary_attention_backward");
   return op;
 }
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "ops/allocate.h"
 #include "ops/check.h"
 #include "ops/ops.h"
 
@@ -98,14 +99,18 @@ Tensor positions_of(Opt given, const c10::SymInt& offset, at::IntArrayRef axes, 
   return positions.expand_symint(sizes).flatten(0, -3);
 }
 
-Tensor rope_of(In x, In inv_freq, Opt positions, c10::SymInt offset, at::IntArrayRef axes, bool interleaved,
-               double factor) {
+Tensor table_of(In x, In inv_freq, Opt positions, c10::SymInt offset, at::IntArrayRef axes, double factor) {
   check_x(x);
   check_frequencies(inv_freq, axes, factor, x);
-  const Tensor places = positions_of(positions, offset, axes, x);
+  return rope_table().call(positions_of(positions, offset, axes, x), inv_freq, axes, factor, lse_type(x));
+}
+
+Tensor rope_of(In x, In inv_freq, Opt positions, c10::SymInt offset, at::IntArrayRef axes, bool interleaved,
+               double factor) {
+  const Tensor table = table_of(x, inv_freq, positions, offset, axes, factor);
   Tensor rows = x.dim() > 4 ? x.flatten(0, -4) : x;  // [B, H, L, D]
   while (rows.dim() < 4) rows = rows.unsqueeze(0);
-  const Tensor out = rope().call(rows, places, inv_freq, axes, interleaved, /*inverse=*/false, factor);
+  const Tensor out = rope().call(rows, table, interleaved, /*inverse=*/false);
   return x.dim() == 4 ? out : out.view_symint(x.sym_sizes());
 }
 
@@ -113,18 +118,24 @@ TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   m.def(
       "rope(Tensor x, Tensor inv_freq, Tensor? positions=None, SymInt offset=0, int[] axes=[], "
       "bool interleaved=False, float factor=1.) -> Tensor");
-  m.def(torch::schema("_rope(Tensor x, Tensor positions, Tensor inv_freq, int[] axes, bool interleaved, bool inverse, "
-                      "float factor) -> Tensor"),
-        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "rope_table(Tensor x, Tensor inv_freq, Tensor? positions=None, SymInt offset=0, int[] axes=[], float factor=1.) "
+      "-> Tensor");
+  const auto define = [&](const char* schema) { m.def(torch::schema(schema), {at::Tag::pt2_compliant_tag}); };
+  define("_rope_table(Tensor positions, Tensor inv_freq, int[] axes, float factor, ScalarType dtype) -> Tensor");
+  define("_rope(Tensor x, Tensor table, bool interleaved, bool inverse) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(attention_ops, CompositeImplicitAutograd, m) {
+  m.impl("rope_table", table_of);
   m.impl("rope", rope_of);
 }
 TORCH_LIBRARY_IMPL(attention_ops, FuncTorchBatchedDecomposition, m) {
+  m.impl("rope_table", table_of);
   m.impl("rope", rope_of);
 }
 TORCH_LIBRARY_IMPL(attention_ops, Batched, m) {
+  m.impl("rope_table", table_of);
   m.impl("rope", rope_of);
 }
 

@@ -116,7 +116,7 @@ struct Mapped {
            at("needed").toBoolList().get(kSinks);
   }
 
-  const char* rows() const { return has("query") ? "query" : "x"; }
+  const char* rows() const { return has("query") ? "query" : has("x") ? "x" : "positions"; }
 
   // What has no batch dimension cannot be folded: sinks, whose gradient would be summed over the samples, the numbers
   // of heads and rows, and frequencies. The samples are then computed one after another.
@@ -168,7 +168,7 @@ std::vector<Tensor> fold_into_batch(const Mapped<Kind>& mapped) {
   const auto is_one_of = [&](size_t i, std::span<const char* const> names) {
     return std::ranges::find(names, mapped.op.schema().arguments()[i].name()) != names.end();
   };
-  constexpr const char *kBroadcast[] = {"mask_data", "positions"}, *kSeed[] = {"seed"};
+  constexpr const char *kBroadcast[] = {"mask_data", "positions", "table"}, *kSeed[] = {"seed"};
   constexpr const char* kBiases[] = {"bias", "bias_t", "distance", "distance_t"};
 
   std::vector<IValue> inputs = mapped.inputs;
@@ -213,7 +213,7 @@ void register_all(torch::Library& m) {
        {"_attention_forward", "_attention_backward", "_attention_jvp", "_attention_double_backward",
         "_attention_weights", "_attention_weights_backward", "_attention_weights_jvp",
         "_attention_weights_double_backward", "_attention_summaries", "_attention_summaries_backward",
-        "_attention_summaries_jvp", "_attention_summaries_double_backward", "_dropout_mask", "_rope"})
+        "_attention_summaries_jvp", "_attention_summaries_double_backward", "_dropout_mask", "_rope_table", "_rope"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<vmap<Kind>>());
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <new>
@@ -16,49 +17,61 @@ constexpr size_t kMostKept = 0;  // every block has its own end, so that a step 
 constexpr size_t kMostKept = size_t(32) << 20;
 #endif
 
+constexpr size_t kLargePages = size_t(8) << 20;  // from here on they are worth asking for
+
 // Memory that is new to a process costs a page fault for every 4 KiB, which takes three times as long as to fill it.
 // Where Linux has larger pages to give, it is asked for them; `data` may be any memory of ours or of an allocator's.
 inline void want_large_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
 #if defined(MADV_HUGEPAGE)
-  constexpr size_t kLeast = size_t(8) << 20, kPage = 4096;
+  constexpr size_t kPage = 4096;
   const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
   const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
-  if (bytes >= kLeast) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint: it may fail
+  if (bytes >= kLargePages)
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint: it may fail
 #endif
 }
 
-// One block, the largest given back, is kept for whichever thread asks next: new ones cost a fifth of a small backward
-// pass.
 struct alignas(64) Block {
   size_t bytes;  // that follow
 
   char* data() { return reinterpret_cast<char*>(this + 1); }
 
-  static Block* take(size_t bytes) {
-    Block* block = kept.exchange(nullptr, std::memory_order_acquire);
-    if (block && block->bytes >= bytes) return block;
-    free(block);
-    block = new (::operator new(sizeof(Block) + bytes, std::align_val_t(alignof(Block)))) Block{bytes};
+  static Block* make(size_t bytes) {
+    Block* block = new (::operator new(sizeof(Block) + bytes, std::align_val_t(alignof(Block)))) Block{bytes};
     want_large_pages(block->data(), bytes);
     return block;
   }
-  static void give(Block* block) {
-    if (block->bytes > kMostKept) return free(block);
-    for (Block* other; (other = kept.exchange(block, std::memory_order_acq_rel)); block = other)
-      if (other->bytes <= block->bytes) return free(other);
+  static void free(Block* block) { ::operator delete(block, std::align_val_t(alignof(Block))); }
+};
+
+// A place for one block, the largest given back, which is kept for whichever thread asks next: new ones cost a fifth of
+// a small backward pass.
+class KeptBlock {
+ public:
+  explicit constexpr KeptBlock(size_t most) : most_(std::min(most, kMostKept)) {}
+
+  Block* take(size_t bytes) {
+    Block* block = kept_.exchange(nullptr, std::memory_order_acquire);
+    if (block && block->bytes >= bytes) return block;
+    Block::free(block);
+    return Block::make(bytes);
+  }
+  void give(Block* block) {
+    if (block->bytes > most_) return Block::free(block);
+    for (Block* other; (other = kept_.exchange(block, std::memory_order_acq_rel)); block = other)
+      if (other->bytes <= block->bytes) return Block::free(other);
   }
 
  private:
-  static void free(Block* block) { ::operator delete(block, std::align_val_t(alignof(Block))); }
-
-  static inline std::atomic<Block*> kept{nullptr};
+  size_t most_;
+  std::atomic<Block*> kept_{nullptr};
 };
 
 // Sizes are counted first, so that there is one block.
 class Arena {
  public:
-  explicit Arena(size_t bytes) : block_(Block::take(bytes)), next_(block_->data()) {}
-  ~Arena() { Block::give(block_); }
+  explicit Arena(size_t bytes) : block_(kept.take(bytes)), next_(block_->data()) {}
+  ~Arena() { kept.give(block_); }
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
@@ -75,6 +88,8 @@ class Arena {
   }
 
  private:
+  static inline KeptBlock kept{kMostKept};
+
   Block* block_;
   char* next_;
 };

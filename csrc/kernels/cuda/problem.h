@@ -91,13 +91,18 @@ struct DropoutMask {
 };
 
 // Rotary positions, as csrc/ops/ops.h says of them.
-struct RopeProblem {
-  Tensor4 x, out;                      // [B, H, L, D]
-  Index pairs, position_batch, axes;   // of inv_freq and of positions
-  const double *positions, *inv_freq;  // [position_batch, axes, L], [pairs]
-  void* table;                         // [position_batch, L, 2, pairs]: cosines and sines, in the type of sums
-  bool interleaved, inverse;
+struct RopeTable {
+  Index batch, axes, length, pairs;
+  const double *positions, *inv_freq;  // [batch, axes, length], [pairs]
   double factor;
+  void* table;  // [batch, length, 2, pairs]: cosines and sines, in the type of sums
+  bool is_double;
+};
+struct RopeProblem {
+  Tensor4 x, out;  // [B, H, L, D]
+  Index pairs, table_batch;
+  const void* table;  // [table_batch, L, 2, pairs]
+  bool interleaved, inverse;
 };
 // The axes of some of the pairs, as an argument: nothing has to be copied to the device.
 struct RopeAxes {
