@@ -76,6 +76,8 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   void reset() { next_ = block_->data(); }
+  char* mark() const { return next_; }
+  void reset(char* mark) { next_ = mark; }
   template <class E>
   E* take(Index count) {
     E* piece = reinterpret_cast<E*>(next_);

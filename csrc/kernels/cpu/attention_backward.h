@@ -9,6 +9,7 @@
 //   dv_dot += p_dot' do + p' do_dot,  dk_dot += dx_dot' q + dx' q_dot,  dq_dot += dx_dot k + dx k_dot.
 #pragma once
 #include <cmath>
+#include <memory>
 
 #include "kernels/cpu/backward_bias.h"
 #include "kernels/cpu/backward_distance.h"
@@ -43,12 +44,14 @@ class AttentionBackward {
         plan_(problem, result, Panels::number(problem.queries)),
         bias_(problem, result, plan_),
         distance_(problem, result.grad_distance, plan_),
-        columns_(problem.k, problem.batch, problem.key_heads, problem.keys, problem.width),
-        memory_(shared_bytes()) {
-    Pieces pieces(&memory_);
-    shared_.take(pieces, p_, result_, plan_, source_.has_values(), along_);
-    distance_.take(pieces);
-    if (shared_.bias_sums) bias_.use_sums(shared_.bias_sums);
+        columns_(
+            std::make_shared<KeyColumns<E>>(problem.k, problem.batch, problem.key_heads, problem.keys, problem.width)) {
+    Pieces count;
+    take_shared(count);
+    memory_ = std::make_shared<Arena>(count.bytes);
+    Pieces pieces(memory_.get());
+    take_shared(pieces);
+    if (sums_.bias) bias_.use_sums(sums_.bias);
   }
 
   // All gradients. in_parallel(tasks, operations, scratch bytes, f) calls f(task, arena) for each task, in any order,
@@ -105,20 +108,30 @@ class AttentionBackward {
     if (result_.grad_value.data) pieces(w.dv, blocks_at_a_time() * kTileKeys * padded(p_.value_width));
     pieces(w.bias, bias_.scratch_size());
   }
-  size_t shared_bytes() const {
-    BackwardShared<T, E, kWidth> shared;
+  void take_shared(Pieces& pieces) {
+    if (!is_local()) take_rows(pieces);
+    sums_.take(pieces, p_, result_, plan_);
+    distance_.take(pieces);
+  }
+  void take_rows(Pieces& pieces) { shared_.take(pieces, p_, result_, plan_, heads_, source_.has_values(), along_); }
+
+  // One task then does all three passes for its owner, whose rows lie in the thread's memory and stay in its cache.
+  bool is_local() const { return plan_.is_local() && !BackwardSums<T, E>::bias_broadcasts(result_); }
+  AttentionBackward of_owner(Index owner, Pieces& pieces) const {
+    AttentionBackward local(*this);
+    const auto [first_batch, last_batch] = plan_.batches_of(owner, p_);
+    const auto [first_head, last_head] = plan_.key_heads_of(owner, p_);
+    local.heads_ = {first_batch, first_head * p_.group(), last_batch - first_batch,
+                    (last_head - first_head) * p_.group()};
+    local.take_rows(pieces);
+    return local;
+  }
+  size_t owner_bytes() const {
     Pieces count;
-    shared.take(count, p_, result_, plan_, source_.has_values(), along_);
-    BackwardDistance<T, E>(p_, result_.grad_distance, plan_).take(count);
+    of_owner(0, count);
     return count.bytes;
   }
-
-  // Where no task needs what another has prepared or summed, and there are many, one does all three passes while its
-  // rows are in the cache.
-  bool is_local() const {
-    return plan_.owners() >= BackwardPlan::kTasks && plan_.tasks() == plan_.owners() && !shared_.bias_sums;
-  }
-  Index pack_tasks() const { return result_.grad_query.data ? columns_.tasks() : 0; }
+  Index pack_tasks() const { return result_.grad_query.data ? columns_->tasks() : 0; }
   Index prepare_tasks() const { return p_.batch * p_.heads * plan_.panels; }
   Index finish_tasks() const { return prepare_tasks() + (plan_.query_groups > 1 ? key_tasks() : 0) + 1; }
   size_t prepare_bytes() const {
@@ -142,7 +155,7 @@ class AttentionBackward {
   static Index padded(Index width) { return round_up(width, kStep); }
   Index key_tasks() const { return p_.batch * p_.key_heads * plan_.key_blocks; }
   Index head(Index b, Index h) const { return b * p_.heads + h; }
-  Index row_of(Index b, Index h, Index panel) const { return (head(b, h) * plan_.panels + panel) * kWidth; }
+  Index row_of(Index b, Index h, Index panel) const { return (heads_.number(b, h) * plan_.panels + panel) * kWidth; }
   Index dq_width() const { return round_up(p_.width, kRowUnit<E>); }
   T* dq_panel(Index group, Index row) const { return shared_.dq_t + (group * all_rows() + row) * dq_width(); }
   // Null where there are no such rows.
@@ -154,7 +167,7 @@ class AttentionBackward {
   }
   T* row_sums(Index group, Index row) const { return shared_.row_sums + group * all_rows() + row; }
   bool& summed(Index group, Index row) const { return shared_.summed[(group * all_rows() + row) / kWidth]; }
-  Index all_rows() const { return p_.batch * p_.heads * plan_.panels * kWidth; }
+  Index all_rows() const { return heads_.count() * plan_.panels * kWidth; }
 
   bool prepare_rows(const Rows& to, const Matrices<const E>& q, const Matrices<const E>& grad_out,
                     const Site<T, E>& site, const Panels& panel, Index row) const;
@@ -206,9 +219,11 @@ class AttentionBackward {
   BackwardPlan plan_;
   BackwardBias<T, kWidth> bias_;
   BackwardDistance<T, E> distance_;
+  BackwardHeads heads_{0, 0, p_.batch, p_.heads};  // those with rows in `shared_`
   BackwardShared<T, E, kWidth> shared_;
-  KeyColumns<E> columns_;
-  Arena memory_;
+  BackwardSums<T, E> sums_;
+  std::shared_ptr<const KeyColumns<E>> columns_;
+  std::shared_ptr<Arena> memory_;
 };
 
 }  // namespace attention_ops

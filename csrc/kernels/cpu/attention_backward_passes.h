@@ -8,9 +8,9 @@ template <class T, class E>
 template <class Run>
 void AttentionBackward<T, E>::compute(Run&& in_parallel) const {
   const double rows = p_.row_operations(), pairs = (along_ ? 6 : 2.5) * p_.pair_operations();
-  in_parallel(pack_tasks(), rows, size_t(0), [&](Index task, Arena&) { columns_.pack(task); });
+  in_parallel(pack_tasks(), rows, size_t(0), [&](Index task, Arena&) { columns_->pack(task); });
   if (is_local()) {
-    in_parallel(plan_.tasks(), pairs, std::max(prepare_bytes(), scratch_bytes()),
+    in_parallel(plan_.tasks(), pairs, owner_bytes() + std::max(prepare_bytes(), scratch_bytes()),
                 [&](Index task, Arena& arena) { run_owner(task, arena); });
     in_parallel(Index(1), 0.0, size_t(0), [&](Index, Arena&) { finish_shared(); });
     return in_parallel(distance_.finish_tasks(), rows, size_t(0), [&](Index task, Arena&) { distance_.finish(task); });
@@ -59,7 +59,7 @@ void AttentionBackward<T, E>::prepare(Index task, Arena& arena) const {
   bool finite = prepare_rows(shared_.rows, p_.q, in_.grad_out, site, panel, row);
   if constexpr (kTwice)
     if (along_ && !prepare_rows(shared_.rows_dot, along_->of.q, along_->grad_out, site, panel, row)) finite = false;
-  shared_.finite[task] = finite;
+  shared_.finite[row / kWidth] = finite;
   ScoreTile<T> tile;
   Pieces pieces(&arena);
   tile.take(pieces, p_, kWidth, /*derivatives=*/false);
@@ -71,13 +71,13 @@ void AttentionBackward<T, E>::prepare(Index task, Arena& arena) const {
     const RowTerms x = lane < panel.count ? row_terms(site, panel.first + lane) : RowTerms{};
     shared_.delta[row + lane] = x.delta;
     if (along_) shared_.delta_dot[row + lane] = x.delta_dot, shared_.lse_dot[row + lane] = x.lse_dot;
-    if (!shared_.sink_sums || lane >= panel.count) continue;
+    if (!sums_.sinks || lane >= panel.count) continue;
     const T p = std::exp2(site.sink() - norm.base[lane] - norm.log2_l[lane]);  // of the sink
     if (p == 0) continue;
     const T sink_dot = along_ && along_->of.sinks ? along_->of.sinks[site.h] : T(0);
     sink_sum -= p * (along_ ? (sink_dot - x.lse_dot) * x.delta + x.delta_dot : x.delta);
   }
-  if (shared_.sink_sums) shared_.sink_sums[task] = sink_sum;
+  if (sums_.sinks) sums_.sinks[task] = sink_sum;
   if (task == 0) bias_.clear_sums();
   if (number == 0) distance_.clear(site.b, site.h);
   for (Index g = 0; g < plan_.key_groups; ++g) summed(g, row) = false;
@@ -172,8 +172,8 @@ void AttentionBackward<T, E>::store_keys(const Work& work, const Block& block, I
       });
     }
   };
-  save(block.dk, shared_.dk, result_.grad_key, p_.width, p_.scale);
-  save(block.dv, shared_.dv, result_.grad_value, p_.value_width, T(1));
+  save(block.dk, sums_.dk, result_.grad_key, p_.width, p_.scale);
+  save(block.dv, sums_.dv, result_.grad_value, p_.value_width, T(1));
 }
 
 // Third pass.
@@ -186,22 +186,24 @@ void AttentionBackward<T, E>::finish(Index task) const {
 
 template <class T, class E>
 void AttentionBackward<T, E>::finish_shared() const {
-  if (shared_.bias_sums) bias_.finish();
-  if (shared_.sink_sums) finish_sinks();
+  if (sums_.bias) bias_.finish();
+  if (sums_.sinks) finish_sinks();
 }
 
 template <class T, class E>
 void AttentionBackward<T, E>::run_owner(Index task, Arena& arena) const {
-  const auto [first_batch, last_batch] = plan_.batches_of(task, p_);
-  const auto [first_head, last_head] = plan_.key_heads_of(task, p_);
+  Pieces rows(&arena);
+  const AttentionBackward local = of_owner(task, rows);
+  const BackwardHeads& heads = local.heads_;
+  char* const rest = arena.mark();
   const auto each_panel = [&](auto&& f) {
-    for (Index b = first_batch; b < last_batch; ++b)
-      for (Index h = first_head * p_.group(); h < last_head * p_.group(); ++h)
-        for (Index n = 0; n < plan_.panels; ++n) f(head(b, h) * plan_.panels + n);
+    for (Index n = 0; n < heads.count(); ++n)
+      for (Index panel = 0; panel < plan_.panels; ++panel)
+        f(head(heads.first_batch + n / heads.heads, heads.first + n % heads.heads) * plan_.panels + panel);
   };
-  each_panel([&](Index panel) { arena.reset(), prepare(panel, arena); });
-  arena.reset(), run(task, arena);
-  each_panel([&](Index panel) { finish_panel(panel); });
+  each_panel([&](Index panel) { arena.reset(rest), local.prepare(panel, arena); });
+  arena.reset(rest), local.run(task, arena);
+  each_panel([&](Index panel) { local.finish_panel(panel); });
 }
 
 template <class T, class E>
@@ -245,8 +247,8 @@ void AttentionBackward<T, E>::finish_keys(Index task) const {
       }
     }
   };
-  add(shared_.dk, result_.grad_key, p_.width);
-  add(shared_.dv, result_.grad_value, p_.value_width);
+  add(sums_.dk, result_.grad_key, p_.width);
+  add(sums_.dv, result_.grad_value, p_.value_width);
 }
 
 template <class T, class E>
@@ -254,7 +256,7 @@ void AttentionBackward<T, E>::finish_sinks() const {
   for (Index h = 0; h < p_.heads; ++h) {
     T sum = 0;
     for (Index b = 0; b < p_.batch; ++b)
-      for (Index n = 0; n < plan_.panels; ++n) sum += shared_.sink_sums[head(b, h) * plan_.panels + n];
+      for (Index n = 0; n < plan_.panels; ++n) sum += sums_.sinks[head(b, h) * plan_.panels + n];
     result_.grad_sinks[h] = sum;
   }
 }

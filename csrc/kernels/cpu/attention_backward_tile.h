@@ -254,7 +254,7 @@ void AttentionBackward<T, E>::add_to_queries(T* dq, const Scratch& w, const Term
   dq += lane;
   if constexpr (kPaired<E>) {
     const int first = span.key / kPairDepth * kPairDepth;
-    const PaddedRows<E> k = columns_.at(site.b, site.h / p_.group(), key);
+    const PaddedRows<E> k = columns_->at(site.b, site.h / p_.group(), key);
     round_across(w.rounded + 2 * lane, term.ds + lane, kWidth, span.key, span.key + span.keys, NV);
     multiply_pairs<true>(dq, kWidth, {k.data + first, k.stride}, {w.rounded + first * kWidth + 2 * lane, 2 * kWidth},
                          p_.width, NV, span.key + span.keys - first);

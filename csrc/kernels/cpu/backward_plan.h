@@ -52,6 +52,8 @@ struct BackwardPlan {
         query_groups(groups(kTasks, batches * key_heads * key_groups, panels / 8)) {}
 
   Index tasks() const { return owners() * key_groups * query_groups; }
+  // Whether no task needs what another has prepared or summed, and there are many.
+  bool is_local() const { return owners() >= kTasks && tasks() == owners(); }
   Index owners() const { return batches * key_heads; }
 
   // The batches, and the key heads, of one owner.
@@ -102,7 +104,15 @@ struct RowPanels {
   }
 };
 
-// Written by the first pass, read by the second; partial sums written by the second, read by the third.
+// Some of the batches and query heads, [B, H].
+struct BackwardHeads {
+  Index first_batch, first, batches, heads;
+
+  Index count() const { return batches * heads; }
+  Index number(Index b, Index h) const { return (b - first_batch) * heads + h - first; }
+};
+
+// Written by the first pass, read by the second, and partial sums of rows, written by the second, read by the third.
 template <class T, class E, int Width>
 struct BackwardShared {
   RowPanels<E, Width> rows, rows_dot;
@@ -110,30 +120,38 @@ struct BackwardShared {
   T* delta = nullptr;                          // [B, H, panels * Width]
   T *delta_dot = nullptr, *lse_dot = nullptr;  // their tangents, in a second derivative
   bool* finite = nullptr;                      // [B, H, panels]: no NaN or infinity in the rows of query and grad_out
-  T* sink_sums = nullptr;                      // [B, H, panels]
   T* dq_t = nullptr;                           // [key groups, B, H, panels, width, Width]
-  T *dk = nullptr, *dv = nullptr;              // [query groups, B, Hkv, Lk, padded width], where there are several
   T* row_sums = nullptr;                       // [key groups, B, H, panels * Width]
   bool* summed = nullptr;                      // [key groups, B, H, panels]: whether dq_t and row_sums have begun
-  T* bias_sums = nullptr;  // [key groups, query groups, grad_bias], where it broadcasts over rows or columns
 
   void take(Pieces& pieces, const Problem<T, E>& p, const BackwardResult<T, E>& r, const BackwardPlan& plan,
-            bool has_values, const BackwardTangent<T>* along) {
-    const Index heads = p.batch * p.heads, count = heads * plan.panels * Width, lanes = kLanes<T>;
-    const Index key_rows = plan.query_groups * p.batch * p.key_heads * p.keys;
+            const BackwardHeads& some, bool has_values, const BackwardTangent<T>* along) {
+    const Index heads = some.count(), count = heads * plan.panels * Width;
     rows.take(pieces, p, count, true, has_values);
     if (along) {
       rows_dot.take(pieces, p, count, along->of.q.data, along->grad_out.data);
       pieces(delta_dot, count), pieces(lse_dot, count);
     }
     pieces(norm.base, count), pieces(norm.log2_l, count), pieces(delta, count), pieces(finite, heads * plan.panels);
-    if (r.grad_sinks) pieces(sink_sums, heads * plan.panels);
     if (r.grad_query.data) pieces(dq_t, plan.key_groups * count * round_up(p.width, kRowUnit<E>));
-    if (plan.query_groups > 1 && r.grad_key.data) pieces(dk, key_rows * round_up(p.width, lanes));
-    if (plan.query_groups > 1 && r.grad_value.data) pieces(dv, key_rows * round_up(p.value_width, lanes));
     if (r.negative_rows) pieces(row_sums, plan.key_groups * count);
     pieces(summed, plan.key_groups * heads * plan.panels);
-    if (bias_broadcasts(r)) pieces(bias_sums, plan.key_groups * plan.query_groups * bias_size(r));
+  }
+};
+
+// Partial sums of everything else, written by the second pass, read by the third.
+template <class T, class E>
+struct BackwardSums {
+  T* sinks = nullptr;              // [B, H, panels]
+  T *dk = nullptr, *dv = nullptr;  // [query groups, B, Hkv, Lk, padded width], where there are several
+  T* bias = nullptr;               // [key groups, query groups, grad_bias], where it broadcasts over rows or columns
+
+  void take(Pieces& pieces, const Problem<T, E>& p, const BackwardResult<T, E>& r, const BackwardPlan& plan) {
+    const Index key_rows = plan.query_groups * p.batch * p.key_heads * p.keys, lanes = kLanes<T>;
+    if (r.grad_sinks) pieces(sinks, p.batch * p.heads * plan.panels);
+    if (plan.query_groups > 1 && r.grad_key.data) pieces(dk, key_rows * round_up(p.width, lanes));
+    if (plan.query_groups > 1 && r.grad_value.data) pieces(dv, key_rows * round_up(p.value_width, lanes));
+    if (bias_broadcasts(r)) pieces(bias, plan.key_groups * plan.query_groups * bias_size(r));
   }
 
   static bool bias_broadcasts(const BackwardResult<T, E>& r) {
