@@ -12,9 +12,9 @@ from .functional import (  # noqa: E402
     attention_summaries,
     attention_weights,
     dropout_mask,
-    scaled_dot_product_attention,
 )
 from .rotary import rope  # noqa: E402
+from .sdpa import scaled_dot_product_attention  # noqa: E402
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,5 @@
 """The public functions: a mask becomes a text and its tensors here; values are checked in the operators."""
 
-import math
 import typing
 
 import torch
@@ -15,7 +14,6 @@ __all__ = [
     "attention_summaries",
     "attention_weights",
     "dropout_mask",
-    "scaled_dot_product_attention",
 ]
 
 MaskLike = masks.Mask | str | Tensor | None
@@ -97,17 +95,19 @@ def attention(
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762; computed as in Dao et al.,
     FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
-    _check_tensors("attention", query=query, key=key, value=value)
-    query, key, turns = rope.prepare(query, key) if _turns("attention", rope, query, key) else (query, key, {})
-    by_distance = {"distance_bias": distance_bias, "relative_key": relative_key, "relative_value": relative_value}
-    data, options = _given("attention", mask, scale, softcap, bias=bias, sinks=sinks, **by_distance)
-    options |= turns
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        check_tensors("attention", query=query, key=key, value=value)
+    by_distance = (distance_bias, relative_key, relative_value)
+    data, options = _given("attention", mask, scale, softcap, bias, sinks, *by_distance)
+    if rope is not None and _turns("attention", rope, query, key):
+        query, key, turns = rope.prepare(query, key)
+        options |= turns
     if dropout_p != 0:
         options["dropout_p"] = dropout_p
         if seed is None and rotary.is_dtensor(query):  # each device would draw its own
             raise ValueError("attention: expected seed a Tensor with dropout of DTensors, got None")
     if seed is not None:
-        _check_tensors("attention", seed=seed)
+        check_tensors("attention", seed=seed)
         options["seed"] = seed
     out, lse = OPERATORS.attention(query, key, value, data, **options)
     return (out, lse) if return_lse else out
@@ -156,10 +156,9 @@ def attention_weights(
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762.
     """
     selection = {name: x for name, x in (("heads", heads), ("rows", rows)) if x is not None}
-    _check_tensors("attention_weights", query=query, key=key, **selection)
+    check_tensors("attention_weights", query=query, key=key, **selection)
     query, key = _rotated("attention_weights", rope, query, key)
-    by_distance = {"distance_bias": distance_bias, "relative_key": relative_key}
-    data, options = _given("attention_weights", mask, scale, softcap, bias=bias, sinks=sinks, **by_distance)
+    data, options = _given("attention_weights", mask, scale, softcap, bias, sinks, distance_bias, relative_key)
     return OPERATORS.attention_weights(query, key, data, **options, **selection, average=average)
 
 
@@ -205,10 +204,9 @@ def attention_summaries(
 
     Coverage: Tu et al., Modeling Coverage for Neural Machine Translation, 2016, https://arxiv.org/abs/1601.04811.
     """
-    _check_tensors("attention_summaries", query=query, key=key)
+    check_tensors("attention_summaries", query=query, key=key)
     query, key = _rotated("attention_summaries", rope, query, key)
-    by_distance = {"distance_bias": distance_bias, "relative_key": relative_key}
-    data, options = _given("attention_summaries", mask, scale, softcap, bias=bias, sinks=sinks, **by_distance)
+    data, options = _given("attention_summaries", mask, scale, softcap, bias, sinks, distance_bias, relative_key)
     return Summaries(*OPERATORS.attention_summaries(query, key, data, **options))
 
 
@@ -234,72 +232,11 @@ def dropout_mask(seed: Tensor, batch: int, heads: int, queries: int, keys: int, 
 
     Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011.
     """
-    _check_tensors("dropout_mask", seed=seed)
+    check_tensors("dropout_mask", seed=seed)
     return OPERATORS.dropout_mask(seed, batch, heads, queries, keys, dropout_p)
 
 
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, with its arguments and their meaning.
-
-        out = dropout(softmax(scale query key' + attn_mask)) value
-
-    Args:
-        query: [N, ..., H, L, E].
-        key: [N, ..., H, S, E]; leading dimensions broadcast.
-        value: [N, ..., H, S, Ev].
-        attn_mask: broadcasts against [N, ..., H, L, S]; boolean (True means may attend), or of query's type or
-            float32 (added to the scores; -inf masks).
-        dropout_p: the probability of dropping a weight, also in evaluation.
-        is_causal: query i sees the keys j <= i, whatever the lengths; not together with `attn_mask`.
-        scale: 1/sqrt(E) if None.
-        enable_gqa: whether key and value may have fewer heads than query, each serving a group.
-
-    Returns:
-        [N, ..., H, L, Ev]; 0 in rows that see no key.
-
-    Raises:
-        ValueError: for shapes and numbers that do not fit; TypeError: for types that do not.
-
-    >>> query, key, value = torch.randn(3, 2, 4, 5, 8).unbind(0)
-    >>> ours = scaled_dot_product_attention(query, key, value, is_causal=True)
-    >>> theirs = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    >>> torch.allclose(ours, theirs, atol=1e-5)
-    True
-
-    Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762.
-    """
-    _check_tensors(SDPA, query=query, key=key, value=value)
-    if attn_mask is not None:
-        _check_tensors(SDPA, attn_mask=attn_mask)
-    if is_causal and attn_mask is not None:
-        raise ValueError(
-            f"{SDPA}: expected attn_mask None with is_causal, got a tensor of {attn_mask.dim()} dimensions"
-        )
-    if dropout_p != 0 and rotary.is_dtensor(query):
-        raise ValueError(f"{SDPA}: expected dropout_p 0 for DTensors (attention takes a seed), got {dropout_p}")
-    query, key, value, leading = _four_dimensions(query, key, value, enable_gqa)
-    bias, mask = None, masks.causal("upper_left") if is_causal else None
-    if attn_mask is not None:
-        attn_mask = _four_dimensional_mask(attn_mask, leading, query, key)
-        bias, mask = (None, attn_mask) if attn_mask.dtype == torch.bool else (attn_mask, None)
-    out = attention(query, key, value, bias=bias, mask=mask, scale=scale, dropout_p=dropout_p)  # [B, H, Lq, Dv]
-    return out if query.dim() == len(leading) + 2 else out.reshape(*leading, *out.shape[-2:])
-
-
-SDPA = "scaled_dot_product_attention"
-
-
-def _check_tensors(operator: str, **arguments: object) -> None:
+def check_tensors(operator: str, **arguments: object) -> None:
     """The dispatcher's own message would name neither the argument in our grammar nor a type of error users expect."""
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
@@ -318,15 +255,21 @@ def _rotated(operator: str, rope: rotary.Rope | None, query: Tensor, key: Tensor
     return rope.rotate(query, key) if _turns(operator, rope, query, key) else (query, key)
 
 
+TENSORS = ("bias", "sinks", "distance_bias", "relative_key", "relative_value")
+
+
 def _given(
-    operator: str, mask: MaskLike, scale: float | None, softcap: float | None, **tensors: Tensor | None
+    operator: str, mask: MaskLike, scale: float | None, softcap: float | None, *tensors: Tensor | None
 ) -> tuple[list[Tensor], dict[str, object]]:
-    """The tensors of the mask, and those of the other shared options that are not None. The dispatcher works on every
-    argument that it gets: in a small call each one left to its default is time saved."""
+    """The tensors of the mask, and those of the other shared options that are not None: TENSORS, or the first of them.
+    The dispatcher works on every argument that it gets: in a small call each one left to its default is time saved."""
     data: list[Tensor] = []
-    options: dict[str, object] = {name: x for name, x in tensors.items() if x is not None}
+    options: dict[str, object] = {}
+    for name, x in zip(TENSORS, tensors, strict=False):
+        if x is not None:
+            options[name] = x
     if options:
-        _check_tensors(operator, **options)
+        check_tensors(operator, **options)
     if mask is not None:
         options["mask"], data = _spec_and_data(operator, mask)
     if scale is not None:
@@ -344,57 +287,3 @@ def _spec_and_data(operator: str, mask: masks.Mask | str | Tensor) -> tuple[str,
     if isinstance(mask, str):
         return mask, []
     raise TypeError(f"{operator}: expected mask a Mask, a str or a Tensor, got {type(mask).__name__}")
-
-
-def _four_dimensions(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """[B, H, L, D] of all three after broadcasting, and the leading dimensions that the result has."""
-    given = (query, key, value)
-    if all(tensor.dim() == 4 and tensor.shape[:2] == query.shape[:2] for tensor in given):
-        return query, key, value, query.shape[:2]
-    for name, tensor in zip(("query", "key", "value"), given, strict=True):
-        if tensor.dim() < 2:
-            raise ValueError(f"{SDPA}: expected {name} with at least 2 dimensions [..., L, D], got {tensor.dim()}")
-    if enable_gqa and all(tensor.dim() >= 3 for tensor in given):
-        batch = _broadcast(*(tensor.shape[:-3] for tensor in given))
-        wanted = [(*batch, tensor.shape[-3]) for tensor in given]
-    else:
-        wanted = [_broadcast(*(tensor.shape[:-2] for tensor in given))] * 3
-    flat = [
-        _flatten(tensor.expand(*leading, *tensor.shape[-2:])) for tensor, leading in zip(given, wanted, strict=True)
-    ]
-    return flat[0], flat[1], flat[2], wanted[0]
-
-
-def _broadcast(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> tuple[int, ...]:
-    try:
-        return tuple(torch.broadcast_shapes(query, key, value))
-    except RuntimeError as error:
-        shapes = ", ".join(str(list(shape)) for shape in (key, value))
-        wanted = f"leading dimensions that broadcast with {list(query)} (or enable_gqa for fewer heads)"
-        raise ValueError(f"{SDPA}: expected key and value with {wanted} as in query, got {shapes}") from error
-
-
-def _flatten(tensor: Tensor) -> Tensor:
-    """[..., H, L, D] as [B, H, L, D]."""
-    if tensor.dim() == 4:
-        return tensor
-    if tensor.dim() < 4:
-        return tensor[(None,) * (4 - tensor.dim())]
-    return tensor.flatten(0, -4)
-
-
-def _four_dimensional_mask(mask: Tensor, leading: tuple[int, ...], query: Tensor, key: Tensor) -> Tensor:
-    """[B|1, H|1, Lq|1, Lk|1] of a mask that broadcasts against [*leading, Lq, Lk]; only its batch is ever copied."""
-    wanted = (*leading, query.shape[-2], key.shape[-2])
-    fits = mask.dim() <= len(wanted) and all(
-        have in (1, want) for have, want in zip(reversed(mask.shape), reversed(wanted), strict=False)
-    )
-    if not fits:
-        raise ValueError(f"{SDPA}: expected attn_mask that broadcasts against {list(wanted)}, got {list(mask.shape)}")
-    mask = mask[(None,) * (len(wanted) - mask.dim())]
-    batch = leading[:-1]
-    if math.prod(mask.shape[:-3]) > 1:
-        mask = mask.expand(*batch, *mask.shape[-3:])
-    return _flatten(mask)

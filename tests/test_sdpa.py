@@ -9,7 +9,7 @@ from compare import GRADIENT, OUTPUT, assert_close
 from torch import Tensor
 
 import attention_ops
-from attention_ops import functional, scaled_dot_product_attention
+from attention_ops import scaled_dot_product_attention, sdpa
 
 SHAPES = {
     "4d": [(2, 4, 7, 8)] * 3,
@@ -158,8 +158,8 @@ def test_dropout_is_drawn_from_torchs_generator():
 def test_a_mask_of_five_dimensions_is_not_copied_over_queries():
     mask = torch.rand(3, 2, 1, 1, 9) < 0.8
     query, key = torch.randn(6, 4, 7, 8), torch.randn(6, 4, 9, 8)
-    assert functional._four_dimensional_mask(mask, (3, 2, 4), query, key).shape == (6, 1, 1, 9)
-    assert functional._four_dimensional_mask(mask[:1, :1], (3, 2, 4), query, key).shape == (1, 1, 1, 9)
+    assert sdpa._four_dimensional_mask(mask, (3, 2, 4), query, key).shape == (6, 1, 1, 9)
+    assert sdpa._four_dimensional_mask(mask[:1, :1], (3, 2, 4), query, key).shape == (1, 1, 1, 9)
 
 
 def test_refuses_a_mask_together_with_is_causal():

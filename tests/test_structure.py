@@ -32,13 +32,14 @@ MAY_INCLUDE = {
 }
 # What each module of the package may import of the others.
 MAY_IMPORT = {
-    "__init__": {"_library", "functional", "masks", "nn", "position", "reference", "rotary", "visualize"},
+    "__init__": {"_library", "functional", "masks", "nn", "position", "reference", "rotary", "sdpa", "visualize"},
     "_cuda": set(),
     "_isas": set(),
     "_library": {"_isas"},
     "masks": set(),
     "distributed": set(),
     "functional": {"masks", "rotary"},
+    "sdpa": {"functional", "masks", "rotary"},
     "position": set(),
     "frequencies": set(),
     "rotary": {"distributed", "frequencies"},
