@@ -98,6 +98,7 @@ class AttentionBackward {
   void take(Scratch& w, Pieces& pieces) const {
     const Index size = Index(kTileKeys) * kWidth;
     w.tile.take(pieces, p_, kWidth, /*derivatives=*/true);
+    w.tile.ahead = {kWidth, 0};  // the same keys for the next panel
     pieces(w.dp, size);
     if constexpr (kTwice)
       if (along_) w.dot.take(pieces, p_, along_->of, kWidth, /*second=*/true), pieces(w.dp_dot, size);

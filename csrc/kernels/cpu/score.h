@@ -14,6 +14,11 @@ struct Span {
 
 constexpr int kSpanKeys = 16;  // the finest step of a span
 
+// How far the tile that comes next, as a rule, is from this one.
+struct Ahead {
+  Index rows = 0, keys = kTileKeys;
+};
+
 // Buffers of a tile, [kTileKeys, panel width] each, and what is known of it.
 template <class T>
 struct ScoreTile {
@@ -27,6 +32,7 @@ struct ScoreTile {
   T* tanh = nullptr;              // of products / softcap, for derivatives; 0 where masked
   LaneInt<T>* visible = nullptr;  // valid within the spans where the tile's cover is `some`
   LaneInt<T>* spare = nullptr;
+  Ahead ahead;
   Cover cover = Cover::none;
   int number_of_spans = 0;
   Span spans[kTileKeys / kSpanKeys];
@@ -73,20 +79,24 @@ inline __attribute__((always_inline)) void each_vector(const ScoreTile<T>& tile,
 // To log2 units. Finite numbers stay finite, so that minus infinity alone means masked: those within a third of the
 // range's ends become the ends.
 template <class T>
-Vec<T> scaled_bias(Vec<T> x) {
+inline __attribute__((always_inline)) Vec<T> scaled_bias(Vec<T> x) {
   const Vec<T> limit = splat(std::numeric_limits<T>::max()), scaled = x * splat(kLog2e<T>);
   const Vec<T> low = scaled < -limit ? -limit : scaled, clamped = low > limit ? limit : low;
   return (x >= -limit) & (x <= limit) ? clamped : x;  // infinities and NaN as they are
 }
 
-// out[key][query] = map(x) of one batch and head, for the `rows` queries of a panel.
+// out[key][query] = map(x) of one batch and head, for the `rows` queries of a panel. The same of the tile `ahead` is
+// asked for: its rows lie in pages of their own, too far apart for the processor to foresee.
 template <class T, int Width, class Map>
-void load_block(T* out, const Tensor4& x, Index b, Index h, Index row, int rows, Index key, int keys, Map&& map) {
+void load_block(T* out, const Tensor4& x, Index b, Index h, Index row, int rows, Index key, int keys, Ahead ahead,
+                Map&& map) {
   with_element(x.element, [&]<class B>(B*) {
     const B* data =
         static_cast<const B*>(x.data) + b * x.strides[0] + h * x.strides[1] + row * x.strides[2] + key * x.strides[3];
     transpose_to_lanes(out, Width, Width, keys, [&](int q, Index k, int n) {
       const B* from = data + std::min(q, rows - 1) * x.strides[2] + k * x.strides[3];
+      if (row + q + ahead.rows < x.sizes[2] && key + k + ahead.keys < x.sizes[3])
+        __builtin_prefetch(from + ahead.rows * x.strides[2] + ahead.keys * x.strides[3], 0, 2);
       return map(read_elements<T>(from, x.strides[3], n));
     });
   });
@@ -135,14 +145,15 @@ void find_added(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& p
   tile.added = nullptr;
   if (tile.cover == Cover::none || !p.adds()) return;
   const T* nearest = tile.by_distance + keys - 1;  // of key 0
-  if (p.distance.defined()) load_by_distance(tile.by_distance, p.distance, site, panel, key, keys, scaled_bias<T>);
+  const auto scale = [](Vec<T> x) { return scaled_bias<T>(x); };
+  if (p.distance.defined()) load_by_distance(tile.by_distance, p.distance, site, panel, key, keys, scale);
   const auto hides = [](T x) { return x == -kInfinity<T>; };
   if (!p.bias.defined() && std::none_of(tile.by_distance, tile.by_distance + keys + kWidth - 1, hides)) {
     tile.added = nearest, tile.added_stride = -1;
     return;
   }
   if (p.bias.defined())
-    load_block<T, kWidth>(tile.bias, p.bias, site.b, site.h, panel.first, panel.count, key, keys, scaled_bias<T>);
+    load_block<T, kWidth>(tile.bias, p.bias, site.b, site.h, panel.first, panel.count, key, keys, tile.ahead, scale);
   for (Index n = 0; p.distance.defined() && n < Index(keys) * kWidth; n += kLanes<T>) {
     const Vec<T> x = load(nearest - n / kWidth + n % kWidth);
     store(tile.bias + n, p.bias.defined() ? sum_of_biases<T>(load(tile.bias + n), x) : x);
