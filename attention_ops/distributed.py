@@ -85,10 +85,8 @@ def row_seeds(seed: Tensor, batch: int) -> Tensor:
     return torch.stack([seed.expand(batch), torch.arange(batch, device=seed.device)], -1)
 
 
-def replicated(x: Tensor, like: Tensor) -> Tensor:
-    """x as a DTensor over the mesh of `like`, if that is one."""
-    if not isinstance(like, DTensor):
-        return x
+def replicated(x: Tensor, like: DTensor) -> DTensor:
+    """x on every device of `like`."""
     return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 

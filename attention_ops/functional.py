@@ -23,6 +23,7 @@ OPERATORS = torch.ops.attention_ops
 # tangents, as policies see them. A list, for torch.utils.checkpoint.create_selective_checkpoint_contexts.
 COMPUTE_INTENSIVE_OPS = [
     OPERATORS._attention_forward.default,
+    OPERATORS._rotary_attention_forward.default,
     OPERATORS._attention_jvp.default,
     OPERATORS._attention_weights.default,
     OPERATORS._attention_weights_jvp.default,
@@ -100,8 +101,7 @@ def attention(
     by_distance = (distance_bias, relative_key, relative_value)
     data, options = _given("attention", mask, scale, softcap, bias, sinks, *by_distance)
     if rope is not None and _turns("attention", rope, query, key):
-        query, key, turns = rope.prepare(query, key)
-        options |= turns
+        options |= rope.options(query, key, value)
     if dropout_p != 0:
         options["dropout_p"] = dropout_p
         if seed is None and rotary.is_dtensor(query):  # each device would draw its own
@@ -244,17 +244,28 @@ def check_tensors(operator: str, **arguments: object) -> None:
 
 
 def _turns(operator: str, rope: rotary.Rope | None, query: Tensor, key: Tensor) -> bool:
-    if rope is None or min(query.dim(), key.dim()) < 2:  # which the operator refuses
+    """Whether there is something to rotate: what the operator refuses anyway is left to it."""
+    if rope is None or any(x.dim() < 2 or x.dtype not in TYPES or x.layout != torch.strided for x in (query, key)):
         return False
     if not isinstance(rope, rotary.Rope):
         raise TypeError(f"{operator}: expected rope a rotary.Rope, got {type(rope).__name__}")
+    if query.shape[-2] > key.shape[-2]:
+        wanted = f"query length of at most {key.shape[-2]} as in key, with rope"
+        raise ValueError(f"{operator}: expected {wanted}, got {query.shape[-2]}")
     return True
 
 
 def _rotated(operator: str, rope: rotary.Rope | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    return rope.rotate(query, key) if _turns(operator, rope, query, key) else (query, key)
+    if not _turns(operator, rope, query, key):
+        return query, key
+    device = query.device.type
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):  # as in `attention`: rounded, then rotated
+        dtype = torch.get_autocast_dtype(device)
+        query, key = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key))
+    return rope.rotate(query, key)
 
 
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TENSORS = ("bias", "sinks", "distance_bias", "relative_key", "relative_value")
 
 

@@ -91,6 +91,8 @@ def rope(
     positions, offset = _places(x, positions, offset, frequencies)
     inverse, factor, axes = _chosen_frequencies(x, positions, offset, base, rotary_dim, scaling, frequencies)
     if is_dtensor(x):
+        if x.dim() != 4:
+            raise ValueError(f"rope: expected a DTensor x with 4 dimensions [B, H, L, D], got {x.dim()}")
         table = _beside(x, torch.ops.attention_ops.rope_table(x, inverse, positions, offset, axes, factor))
         return torch.ops.attention_ops._rope(x, table, layout == "interleaved", False)
     return torch.ops.attention_ops.rope(x, inverse, positions, offset, axes, layout == "interleaved", factor)
@@ -101,7 +103,7 @@ class Rope:
     """Rotary positions as an option of `attention`, with the arguments of `rope`.
 
     The result is that of rotating query and key first, but there is one table of cosines and sines for both, and what
-    was rotated is not kept for the backward pass, which rotates again.
+    was rotated is not kept for the backward pass, which rotates again. Under autocast rows are rounded, then rotated.
 
     `positions` are those of the keys, [Lk] or [B, Lk]; the queries have the last Lq of them. So a step with a cache,
     of keys as they were before rotation, needs no offset, and a scaling by length sees the cache's.
@@ -128,24 +130,34 @@ class Rope:
         positions, frequencies = self._of(key)
         turn = {"layout": self.layout, "frequencies": frequencies}
         last = {"offset": earlier} if positions is None else {"positions": positions[..., earlier:]}
-        return rope(query, **turn, **last), rope(key, **turn, positions=positions)
+        wide_query = _with_samples(positions, frequencies, query, key)
+        wide_key = _with_samples(positions, frequencies, key, query)
+        return rope(wide_query, **turn, **last), rope(wide_key, **turn, positions=positions)
 
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, dict[str, object]]:
-        """Query, key and options for the operator, which rotates by a table of cosines and sines [B|1, Lk, 2, pairs].
-
-        That has one dimension of samples. With positions for each of more, query and key are rotated here.
-        """
+    def options(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, object]:
+        """What the operator is told: cosines and sines [B|1, Lk, 2, pairs] of the keys' positions, and the layout."""
         _check_layout(self.layout)
-        positions, (inverse, factor, axes) = self._of(key)
-        if key.dim() > 4 and positions is not None and positions.dim() > (2 if axes else 1):
-            return *self.rotate(query, key), {}
+        positions, frequencies = self._of(key)
+        inverse, factor, axes = frequencies
+        key = _with_samples(positions, frequencies, key, query, value)
         table = torch.ops.attention_ops.rope_table(key, inverse, positions, 0, axes, factor)
-        return query, key, {"rope_table": _beside(key, table), "interleaved": self.layout == "interleaved"}
+        return {"rope_table": _beside(key, table), "interleaved": self.layout == "interleaved"}
 
     def _of(self, key: Tensor) -> tuple[Tensor | None, Frequencies]:
         positions, _ = _places(key, self.positions, 0, self.frequencies)
         given = (self.base, self.rotary_dim, self.scaling, self.frequencies)
         return positions, _chosen_frequencies(key, positions, 0, *given)
+
+
+def _with_samples(positions: Tensor | None, frequencies: Frequencies, x: Tensor, *others: Tensor) -> Tensor:
+    """x with all leading dimensions that the operator's inputs have together, where there are positions for each."""
+    if positions is None or positions.dim() <= (2 if frequencies.axes else 1):
+        return x
+    try:
+        leading = torch.broadcast_shapes(*(t.shape[:-3] for t in (x, *others)))
+    except RuntimeError:  # which the operator refuses
+        return x
+    return x.expand(*leading, *((1,) * (3 - x.dim()) if leading else ()), *x.shape[-3:])
 
 
 def is_dtensor(x: Tensor) -> bool:
@@ -179,15 +191,27 @@ def _chosen_frequencies(
     for name, given, kind in (("frequencies", frequencies, Frequencies), ("scaling", scaling, Scaling)):
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"rope: expected {name} a rotary.{kind.__name__}, got {type(given).__name__}")
-    if frequencies is not None and not isinstance(frequencies.inverse, Tensor):
-        raise TypeError(f"rope: expected frequencies.inverse a Tensor, got {type(frequencies.inverse).__name__}")
-    if frequencies is None:
+    if frequencies is not None:
+        _check_frequencies(frequencies)
+    else:
         width = x.shape[-1] if rotary_dim is None and x.dim() else rotary_dim or 0
         length = _length(x, positions, offset) if scaling is not None and scaling.by_length else 0
         return scaled_frequencies("rope", width, base, scaling, length, x.device)
     if rotary_dim is not None or scaling is not None or base != BASE:
         raise ValueError("rope: expected no base, rotary_dim or scaling with frequencies, got both")
     return frequencies
+
+
+def _check_frequencies(frequencies: Frequencies) -> None:
+    inverse, factor, axes = frequencies
+    wanted = (
+        ("inverse", inverse, "a Tensor", isinstance(inverse, Tensor)),
+        ("factor", factor, "a number", isinstance(factor, int | float) and not isinstance(factor, bool)),
+        ("axes", axes, "a tuple of integers", isinstance(axes, tuple) and all(isinstance(axis, int) for axis in axes)),
+    )
+    for name, given, kind, fits in wanted:
+        if not fits:
+            raise TypeError(f"rope: expected frequencies.{name} {kind}, got {given!r}"[:200])
 
 
 def _places(x: Tensor, positions: Tensor | None, offset: int | Tensor, of: object) -> tuple[Tensor | None, int]:

@@ -168,7 +168,15 @@ def test_rope_as_an_option_refuses():
     x = torch.randn(1, 1, 4, 8)
     turn = rotary.Rope()
     refuses(TypeError, "rope a rotary.Rope, got float", attention_ops.attention, x, x, x, rope=1.0)
-    refuses(ValueError, "query length of at most 3", attention_ops.attention, x, x[:, :, 1:], x[:, :, 1:], rope=turn)
+    refuses(
+        ValueError,
+        "query length of at most 3 as in key, with rope, got 4",
+        attention_ops.attention,
+        x,
+        x[:, :, 1:],
+        x[:, :, 1:],
+        rope=turn,
+    )
 
 
 def test_errors():
@@ -230,7 +238,10 @@ def test_layouts_as_in_other_libraries():
 WRONG_ROPES = {
     "positions_0d": (ValueError, {"positions": torch.tensor(3)}, "positions with 1 or more dimensions, got 0"),
     "positions_list": (TypeError, {"positions": [1]}, "positions a Tensor, got list"),
-    "inverse": (TypeError, {"frequencies": rotary.Frequencies([1.0] * 4)}, "frequencies.inverse a Tensor, got list"),
+    "inverse": (TypeError, {"frequencies": rotary.Frequencies([1.0] * 4)}, "frequencies.inverse a Tensor, got "),
+    "factor": (TypeError, {"frequencies": rotary.frequencies(8)._replace(factor="x")}, "factor a number, got 'x'"),
+    "axes": (TypeError, {"frequencies": rotary.frequencies(8)._replace(axes="abcd")}, "axes a tuple of integers, got"),
+    "no_axes": (TypeError, {"frequencies": rotary.frequencies(8)._replace(axes=None)}, "axes a tuple of integers, got"),
     "base": (TypeError, {"base": "a"}, "base a number, got str"),
     "rotary_dim": (TypeError, {"rotary_dim": 4.0}, "rotary_dim a number, got float"),
     "scaling": (TypeError, {"scaling": 1.0}, "scaling a rotary.Scaling, got float"),

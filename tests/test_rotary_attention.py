@@ -1,13 +1,16 @@
 """attention(rope=...): what rotating first gives, to the bit, with nothing that was rotated kept."""
 
 import concurrent.futures
+import functools
 
 import cases
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention_ops import attention, masks, position, rotary
+from attention_ops import COMPUTE_INTENSIVE_OPS, attention, attention_weights, masks, position, rotary
 
 OPS = torch.ops.attention_ops
 PADDED = position.left_padded(torch.tensor([9, 12]), 12)
@@ -174,7 +177,7 @@ def test_export_with_a_dynamic_length():
 
 
 def test_autocast():
-    """Rows are rounded, then turned; angles stay as they are."""
+    """Rows are rounded, then turned; angles stay as they are. Weights agree."""
     query, key, value = torch.randn(3, 1, 2, 9, 8)
     turn = {"positions": torch.arange(30000, 30009)}
     halves = [x.bfloat16() for x in (query, key, value)]
@@ -183,6 +186,9 @@ def test_autocast():
             lambda *x: attention(*x, rope=rotary.Rope(**turn)),
             [x.clone().requires_grad_() for x in (query, key, value)],
         )
+        eye = torch.eye(9).expand(1, 2, 9, 9)
+        shown = attention(query, key, eye, rope=rotary.Rope(**turn))
+        assert torch.equal(shown, attention_weights(query, key, rope=rotary.Rope(**turn)))
     wanted = with_gradients(lambda *x: first(*x, turn), [x.requires_grad_() for x in halves])
     assert ours[0].dtype == torch.bfloat16
     for mine, theirs in zip(ours, wanted, strict=True):
@@ -197,6 +203,37 @@ def test_more_leading_dimensions():
     assert torch.equal(attention(*tensors[:, 0, 0, 0], rope=rotary.Rope()), first(*tensors[:, 0, 0, 0], {}))
 
 
+@pytest.mark.parametrize(
+    "sizes", [((3, 2, 2), (2, 2), (2, 2)), ((1, 2), (2, 2), (2, 2)), ((2,), (2, 2), (3, 2, 2))], ids=str
+)
+def test_positions_of_samples_that_only_some_inputs_have(sizes):
+    query, key, value = (torch.randn(*size, 5, 8, dtype=torch.float64) for size in sizes)
+    positions = torch.randint(0, 50, (2, 5))
+    leading = torch.broadcast_shapes(*(size[:-1] for size in sizes))
+    whole = [x.expand(*leading, *x.shape[-3:]) for x in (query, key, value)]
+    wanted = first(*whole, {"positions": positions})
+    assert torch.equal(attention(query, key, value, rope=rotary.Rope(positions=positions)), wanted)
+    weights = attention_weights(query, key, rope=rotary.Rope(positions=positions))
+    torch.testing.assert_close(weights @ value, wanted)
+
+
+def test_a_selective_checkpoint_keeps_it():
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    context = functools.partial(checkpoint.create_selective_checkpoint_contexts, COMPUTE_INTENSIVE_OPS)
+    call = functools.partial(attention, rope=rotary.Rope())
+    out = checkpoint.checkpoint(call, *inputs(), use_reentrant=False, context_fn=context)
+    with Log():
+        out.sum().backward()
+    assert not [name for name in seen if "forward" in name]
+    assert [name for name in seen if "_rotary_attention_backward" in name]
+
+
 def test_masks_that_nobody_sees_through():
     tensors = inputs()
     mask = masks.padding(torch.tensor([0, 7]))
@@ -204,6 +241,16 @@ def test_masks_that_nobody_sees_through():
     wanted = with_gradients(lambda *x: first(*x, {}, mask=mask), tensors)
     assert all(map(torch.equal, ours, wanted))
     assert not ours[0][0].any()
+
+
+def test_other_refusals_name_the_argument():
+    query, key, value = (x.detach() for x in inputs())
+    with pytest.raises(TypeError, match="attention: expected key dtype float64 as in query, got int32"):
+        attention(query, key.int(), value, rope=rotary.Rope())
+    with pytest.raises(
+        ValueError, match="attention_weights: expected query length of at most 5 as in key, with rope, got 12"
+    ):
+        attention_weights(query, key[:, :, :5], rope=rotary.Rope())
 
 
 WRONG = {

@@ -172,6 +172,13 @@ void refuse_tangents(const char* op, const Inputs&... inputs) {
   if (any_has_tangent(inputs...)) refuse(op, "no tangents (it gives those of forward mode), got some");
 }
 
+// By what is read alone.
+template <class... Tensors>
+void refuse_derivatives(const char* op, const char* names, const Tensors&... tensors) {
+  if (any_has_tangent(tensors...) || any_requires_grad(tensors...))
+    refuse(op, (std::string(names) + " without gradients or tangents, got some").c_str());
+}
+
 // An operator that gives second derivatives is linear in its tangents, which come first among the inputs of its node; a
 // gradient of the others would be a third derivative.
 inline void refuse_third_derivatives(const char* op, const std::vector<bool>& needed, size_t tangents) {

@@ -7,12 +7,6 @@
 namespace attention_ops {
 namespace {
 
-template <class... Tensors>
-void refuse_derivatives(const char* op, const char* names, const Tensors&... tensors) {
-  if (any_has_tangent(tensors...) || any_requires_grad(tensors...))
-    refuse(op, (std::string(names) + " without gradients or tangents, got some").c_str());
-}
-
 struct RopeFormula {
   static constexpr auto name = "AttentionOpsRopeBackward";
   bool interleaved = false, inverse = false;

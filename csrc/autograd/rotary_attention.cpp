@@ -25,25 +25,21 @@ struct RotaryFormula : AttentionFormula {
   }
 };
 
-OptionalTensor turned(const OptionalTensor& x, auto&& turn) {
-  return x ? OptionalTensor(turn(*x)) : x;
-}
-
 Pair rotary_autograd(c10::DispatchKeySet keys, const Attention& a, In table, bool interleaved) {
-  if (any_has_tangent(table) || any_requires_grad(table))
-    refuse("_rotary_attention_forward", "table without gradients or tangents, got some");
+  refuse_derivatives("_rotary_attention_forward", "table", table);
   const auto node = record<RotaryFormula>(a, a.query, a.key, a.value, a.bias, a.distance, a.sinks);
   auto [out, lse] = below_autograd(
       [&] { return rotary_forward().redispatch(keys & c10::after_autograd_keyset, a, table, interleaved); });
   if (node) node->formula.interleaved = interleaved, attach(node, {out, lse});
   if (any_has_tangent(a.query, a.key, a.value, a.bias, a.distance, a.sinks)) {
-    const Turn turn(table, interleaved);
+    const auto turn = turning(interleaved, /*inverse=*/false);
     const Primals p(a);
     const Attention primals = p.view();
-    const OptionalTensor query_t = turned(tangent(a.query), [&](In x) { return turn.queries(x); });
-    const OptionalTensor key_t = turned(tangent(a.key), [&](In x) { return turn.keys(x); });
-    const auto [out_t, lse_t] = jvp().call(Turned(primals, turn).view(), out, lse, query_t, key_t, tangent(a.value),
-                                           tangent(a.bias), tangent(a.distance), tangent(a.sinks));
+    OptionalTensor query_t = tangent(a.query), key_t = tangent(a.key);
+    if (query_t) query_t = turn(*query_t, rows_of_queries(table, *query_t));
+    if (key_t) key_t = turn(*key_t, table);
+    const auto [out_t, lse_t] = jvp().call(Turned(primals, table, turn).view(), out, lse, query_t, key_t,
+                                           tangent(a.value), tangent(a.bias), tangent(a.distance), tangent(a.sinks));
     set_tangents({out, lse}, {out_t, lse_t});
   }
   if (node) {  // only now: a saved output keeps the tangent that it has

@@ -3,9 +3,9 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
-#include <array>
 #include <vector>
 
+#include "cpu/parallel.h"
 #include "kernels/cpu/pairs.h"
 #include "kernels/cpu/problem.h"
 #include "kernels/cpu/tangents.h"
@@ -43,16 +43,31 @@ Tensor empty_rows(const Tensor& like, at::IntArrayRef sizes) {
   return on_large_pages(empty_heads(like.options().dtype(kScalarType<T>), sizes[0], sizes[1], sizes[2], sizes[3]));
 }
 
-// Rows [B, H, L, width] for the time of one call, each head's next to each other. What `place` names is in use once at
-// a time, as a rule; its memory is kept for the next call, but where large pages make new memory cheap.
-enum class Place { query, key, value, grad_out, count };
+// Rows [B, H, L, width] for the time of one call, each head's next to each other. The memory of each place is kept for
+// the next call, up to where large pages make new memory cheap; who finds a place taken gets new memory.
+enum class Place { query, key, value, grad_out };
 
 inline Tensor scratch_rows(const Tensor& like, Place place) {
-  static std::array<KeptBlock, size_t(Place::count)> kept{KeptBlock(kLargePages), KeptBlock(kLargePages),
-                                                          KeptBlock(kLargePages), KeptBlock(kLargePages)};
-  KeptBlock& of = kept[size_t(place)];
+  static KeptBlock<kLargePages> kept[4];
+  KeptBlock<kLargePages>& of = kept[size_t(place)];
   Block* block = of.take(like.numel() * like.element_size());
   return at::from_blob(block->data(), like.sizes(), [&of, block](void*) { of.give(block); }, like.options());
+}
+
+// Not by torch, whose threads a forked child would wait for.
+template <class T>
+Tensor copy_of_rows(const Tensor& x, Place place) {
+  const Tensor copy = scratch_rows(x, place);
+  const Index heads = x.size(1), length = x.size(2), width = x.size(3), blocks = (length + kTileKeys - 1) / kTileKeys;
+  const T* from = static_cast<const T*>(x.const_data_ptr());
+  T* to = static_cast<T*>(copy.mutable_data_ptr());
+  run_tasks(x.size(0) * heads * blocks, double(x.numel()), 0, [&](Index task, Arena&) {
+    const Index block = task % blocks, head = task / blocks, last = std::min((block + 1) * kTileKeys, length);
+    const T* rows = from + head / heads * x.stride(0) + head % heads * x.stride(1);
+    for (Index r = block * kTileKeys; r < last; ++r)
+      std::copy_n(rows + r * x.stride(2), width, to + (head * length + r) * width);
+  });
+  return copy;
 }
 
 // A four-dimensional tensor as rows of T.
@@ -66,13 +81,14 @@ class Operand {
   explicit Operand(Opt x) {
     if (x) *this = Operand(*x);
   }
-  // Rows that tiles of so many others read. A copy is worth its time where they are far apart: in pages of their own
-  // they wait for addresses to be translated, and a multiple of 1 KiB apart they have few places in the first cache.
+  // Rows that so many others are multiplied with. A multiple of 1 KiB apart they have few places in the first cache,
+  // and from a page on each waits for its address to be translated: a copy is then worth its time.
   static Operand packed(const Tensor& x, Index readers, Place place) {
-    constexpr Index kPage = 4096, kSets = 1024;
-    const Index apart = x.stride(2) * Index(sizeof(T)), least = apart > kPage ? 512 : 1024;
-    const bool is_scattered = x.stride(2) > x.size(3) && apart % kSets == 0;
-    return Operand(is_scattered && readers >= least ? scratch_rows(x, place).copy_(x) : x);
+    constexpr Index kFewPlaces = 1024, kPage = 4096;
+    const Index apart = x.stride(2) * Index(sizeof(T)), least = apart < kPage ? 1024 : 512;
+    if (x.stride(2) <= x.size(3) || apart % kFewPlaces != 0 || readers < least) return Operand(x);
+    const bool is_plain = x.scalar_type() == kScalarType<T> && x.stride(3) == 1;
+    return Operand(is_plain ? copy_of_rows<T>(x, place) : in_type(x, kScalarType<T>).contiguous());
   }
   // Readable in whole units of rows and columns, with zeros past its own.
   static Operand padded(const Tensor& x) {
@@ -166,7 +182,8 @@ class Loaded {
 
   // Padded where products of pairs read them.
   static Operand<E> keys_of(const Tensor& x, const Attention& a, Place place) {
-    return kPaired<Q> ? Operand<E>::padded(x) : Operand<E>::packed(x, a.query.size(2), place);
+    return kPaired<Q> ? Operand<E>::padded(x)
+                      : Operand<E>::packed(x, a.query.size(2) * a.query.size(1) / std::max<Index>(a.key.size(1), 1), place);
   }
 
   Matrices<const E> key() const { return key_.view(); }

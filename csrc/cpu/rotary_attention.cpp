@@ -1,44 +1,35 @@
 // Attention of turned rows on the CPU: they lie in scratch memory, and gradients turn back in place.
 #include <torch/library.h>
 
+#include <utility>
+
 #include "cpu/rope.h"
-#include "ops/ops.h"
+#include "ops/rotary_attention.h"
 
 namespace attention_ops {
 namespace {
 
-// The rows of the table that belong to the queries.
-Tensor last_rows(In table, In query) {
-  return table.narrow(1, table.size(1) - query.size(2), query.size(2));
+// Query and key turned into scratch memory.
+Turned turned_in_scratch(const Attention& a, In table, bool interleaved) {
+  return {a, table, [&, place = Place::query](In x, In rows) mutable {
+            const Tensor out = scratch_rows(x, std::exchange(place, Place::key));
+            turn_rows(out, x, rows, interleaved, /*inverse=*/false);
+            return out;
+          }};
 }
 
-// A call's arguments with query and key turned, in scratch memory.
-class TurnedInScratch {
- public:
-  TurnedInScratch(const Attention& a, In table, bool interleaved)
-      : query_(scratch_rows(a.query, Place::query)), key_(scratch_rows(a.key, Place::key)), of_(a) {
-    turn_rows(query_, a.query, last_rows(table, a.query), interleaved, /*inverse=*/false);
-    turn_rows(key_, a.key, table, interleaved, false);
-  }
-  Attention view() const { return of_.with_rows(query_, key_); }
-
- private:
-  Tensor query_, key_;
-  const Attention& of_;
-};
-
 Pair rotary_forward_cpu(const Attention& a, In table, bool interleaved) {
-  return forward().call(TurnedInScratch(a, table, interleaved).view());
+  return forward().call(turned_in_scratch(a, table, interleaved).view());
 }
 
 Six rotary_backward_cpu(const Attention& a, In table, bool interleaved, In out, In lse, Opt grad_out, Opt grad_lse,
                         std::array<bool, 6> needed) {
-  const Six grads =
-      backward().call(TurnedInScratch(a, table, interleaved).view(), out, lse, grad_out, grad_lse, needed);
-  const Tensor &query = std::get<0>(grads), &key = std::get<1>(grads);
-  if (needed[0]) turn_rows(query, query, last_rows(table, query), interleaved, /*inverse=*/true);
-  if (needed[1]) turn_rows(key, key, table, interleaved, true);
-  return grads;
+  const Turned turned = turned_in_scratch(a, table, interleaved);
+  return turned_back(backward().call(turned.view(), out, lse, grad_out, grad_lse, needed), table, needed,
+                     [&](In x, In rows) {
+                       turn_rows(x, x, rows, interleaved, /*inverse=*/true);
+                       return x;
+                     });
 }
 
 TORCH_LIBRARY_IMPL(attention_ops, CPU, m) {

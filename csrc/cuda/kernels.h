@@ -28,7 +28,7 @@ void simt_backward(const Problem& p, const BackwardInput& in, const WeightGradie
 void simt_bias(const Problem& p, const BackwardInput& in, const WeightGradientTangent& along, const Tensor4& grad,
                const BiasPlan& plan, Stream stream);
 void simt_rope(const RopeProblem& p, Stream stream);
-void simt_rope_table(const RopeTable& p, const RopeAxes& axes, Stream stream);
+void simt_rope_table(const RopeTableProblem& p, const RopeAxes& axes, Stream stream);
 
 // Forward mode, from what simt_prepare found: the tangents of out and lse. With those, second derivatives: the tangents
 // of what the functions of the same names give without a direction.

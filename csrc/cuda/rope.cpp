@@ -18,15 +18,15 @@ Tensor rope_table_cuda(In positions, In inv_freq, at::IntArrayRef axes, double f
   const Index batch = positions.size(0), length = positions.size(2), pairs = inv_freq.size(0);
   const Tensor table = at::empty({batch, length, 2, pairs}, inv_freq.options().dtype(dtype));
   const Numbers places(call, positions, at::kDouble), frequencies(call, inv_freq, at::kDouble);
-  const RopeTable problem{batch,
-                          positions.size(1),
-                          length,
-                          pairs,
-                          static_cast<const double*>(places.data()),
-                          static_cast<const double*>(frequencies.data()),
-                          factor,
-                          pointer(call, table),
-                          dtype == at::kDouble};
+  const RopeTableProblem problem{batch,
+                                 positions.size(1),
+                                 length,
+                                 pairs,
+                                 static_cast<const double*>(places.data()),
+                                 static_cast<const double*>(frequencies.data()),
+                                 factor,
+                                 pointer(call, table),
+                                 dtype == at::kDouble};
   for (Index first = 0; first < pairs; first += RopeAxes::kMost)
     simt_rope_table(problem, axes_from(first, pairs, axes), call.stream());
   return table;

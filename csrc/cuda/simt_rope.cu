@@ -11,7 +11,7 @@ Index blocks_of_warps(Index warps) {
 
 }  // namespace
 
-void simt_rope_table(const RopeTable& p, const RopeAxes& axes, Stream stream) {
+void simt_rope_table(const RopeTableProblem& p, const RopeAxes& axes, Stream stream) {
   const Index blocks = blocks_of_warps(p.batch * p.length);
   const auto kernel = p.is_double ? simt_rope_table_kernel<double> : simt_rope_table_kernel<float>;
   device::launch(kernel, blocks, kSimtThreads, 0, stream, p, axes);

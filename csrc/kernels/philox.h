@@ -6,17 +6,33 @@
 
 namespace attention_ops {
 
-struct Philox {
-  uint32_t word[4];
+// W is a number of 32 bits or a vector of them.
+template <class W>
+struct PhiloxWords {
+  W word[4];
+};
+using Philox = PhiloxWords<uint32_t>;
+
+// The halves of a product of 64 bits.
+template <class W>
+struct WideProduct {
+  W high, low;
+};
+struct MultiplyWide {
+  HOST_DEVICE WideProduct<uint32_t> operator()(uint32_t a, uint32_t b) const {
+    const uint64_t product = uint64_t(a) * b;
+    return {uint32_t(product >> 32), uint32_t(product)};
+  }
 };
 
-HOST_DEVICE inline Philox philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t key0, uint32_t key1) {
+template <class W, class Multiply>
+HOST_DEVICE inline PhiloxWords<W> philox(W c0, W c1, W c2, W c3, uint32_t key0, uint32_t key1, Multiply multiply) {
   for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t(0xD2511F53u) * c0, b = uint64_t(0xCD9E8D57u) * c2;
-    c0 = uint32_t(b >> 32) ^ c1 ^ key0;
-    c1 = uint32_t(b);
-    c2 = uint32_t(a >> 32) ^ c3 ^ key1;
-    c3 = uint32_t(a);
+    const WideProduct<W> a = multiply(c0, 0xD2511F53u), b = multiply(c2, 0xCD9E8D57u);
+    c0 = b.high ^ c1 ^ key0;
+    c1 = b.low;
+    c2 = a.high ^ c3 ^ key1;
+    c3 = a.low;
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
@@ -29,7 +45,9 @@ struct DropoutStream {
   uint32_t threshold;  // keep where bits >= threshold
 
   HOST_DEVICE static uint32_t threshold_of(double p) { return static_cast<uint32_t>(p * 65536 + 0.5); }
-  HOST_DEVICE Philox eight(uint32_t i, uint32_t group) const { return philox(group, i, head, batch, key0, key1); }
+  HOST_DEVICE Philox eight(uint32_t i, uint32_t group) const {
+    return philox(group, i, head, batch, key0, key1, MultiplyWide());
+  }
   HOST_DEVICE bool keeps(const Philox& bits, int n) const {
     return ((bits.word[n / 2] >> (16 * (n % 2))) & 0xffff) >= threshold;
   }

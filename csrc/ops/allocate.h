@@ -1,4 +1,4 @@
-// How results lie in memory, the same on every backend: it depends on shapes alone.
+// How results lie in memory, the same on every backend: it depends on shapes alone, and on which way rope turns.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -13,19 +13,18 @@ inline at::Tensor empty_heads(const at::TensorOptions& options, const c10::SymIn
   return at::empty_strided_symint({B, H, L, width}, {L * H * width, width, H * width, 1}, options);
 }
 
-// Rows that rope has turned: attention reads each head's again and again, so they are next to each other. Turned back
-// they are gradients.
-inline at::Tensor empty_turned_like(const at::Tensor& x, bool inverse) {
-  const auto B = x.sym_size(0), H = x.sym_size(1), L = x.sym_size(2), width = x.sym_size(3);
-  return inverse ? empty_heads(x.options(), B, H, L, width) : at::empty_symint({B, H, L, width}, x.options());
-}
-
 inline at::Tensor empty_heads_like(const at::Tensor& x) {
   return empty_heads(x.options(), x.sym_size(0), x.sym_size(1), x.sym_size(2), x.sym_size(3));
 }
 
 inline at::Tensor empty_like_shape(const at::Tensor& x) {
   return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+// Of rope. Attention reads each head's rows again and again, so they lie next to each other; turned back they are
+// gradients.
+inline at::Tensor empty_turned_like(const at::Tensor& x, bool inverse) {
+  return inverse ? empty_heads_like(x) : empty_like_shape(x);
 }
 
 // Stands for a gradient that was not asked for.

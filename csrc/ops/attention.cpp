@@ -54,9 +54,9 @@ Pair attention(In query, In key, In value, at::TensorList mask_data, std::string
                Opt distance_bias, Opt relative_key, Opt relative_value, Opt rope_table, bool interleaved) {
   const Inputs inputs({"attention", query, key, &value, bias, distance_bias, relative_key, relative_value, sinks,
                        mask_data, mask, scale, softcap});
+  if (rope_table) check_rope_table(inputs, *rope_table);
   const OptionalTensor drawn = seed_of(inputs, dropout_p, seed);
   const Attention a = inputs.attention(dropout_p, drawn);
-  if (rope_table) check_rope_table(inputs, *rope_table);
   const auto [out, lse] = rope_table ? rotary_forward().call(a, *rope_table, interleaved) : forward().call(a);
   return {inputs.restore(out), inputs.restore(lse)};
 }

@@ -7,7 +7,7 @@ namespace attention_ops {
 namespace {
 
 Pair rotary_attention(const Attention& a, In table, bool interleaved) {
-  return forward().call(Turned(a, Turn(table, interleaved)).view());
+  return forward().call(Turned(a, table, turning(interleaved, /*inverse=*/false)).view());
 }
 
 TORCH_LIBRARY_FRAGMENT(attention_ops, m) {

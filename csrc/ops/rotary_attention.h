@@ -6,25 +6,17 @@
 
 namespace attention_ops {
 
-class Turn {
- public:
-  Turn(In table, bool interleaved) : table_(table), interleaved_(interleaved) {}
+inline Tensor rows_of_queries(In table, In query) {
+  const auto length = query.sym_size(2);
+  return table.narrow_symint(1, table.sym_size(1) - length, length);
+}
 
-  Tensor keys(In x, bool inverse = false) const { return rope().call(x, table_, interleaved_, inverse); }
-  Tensor queries(In x, bool inverse = false) const {
-    const auto length = x.sym_size(2);
-    return rope().call(x, table_.narrow_symint(1, table_.sym_size(1) - length, length), interleaved_, inverse);
-  }
-
- private:
-  In table_;
-  bool interleaved_;
-};
-
-// A call's arguments with query and key turned. Borrows the rest.
+// A call's arguments with query and key turned by turn(x, rows of the table), the query first. Borrows the rest.
 class Turned {
  public:
-  Turned(const Attention& a, const Turn& turn) : query_(turn.queries(a.query)), key_(turn.keys(a.key)), of_(a) {}
+  template <class Turn>
+  Turned(const Attention& a, In table, Turn&& turn)
+      : query_(turn(a.query, rows_of_queries(table, a.query))), key_(turn(a.key, table)), of_(a) {}
   Attention view() const { return of_.with_rows(query_, key_); }
 
  private:
@@ -32,15 +24,25 @@ class Turned {
   const Attention& of_;
 };
 
+// Gradients of turned rows become those of the rows.
+template <class Turn>
+Six turned_back(Six grads, In table, std::array<bool, 6> needed, Turn&& turn) {
+  Tensor &query = std::get<0>(grads), &key = std::get<1>(grads);
+  if (needed[0]) query = turn(query, rows_of_queries(table, query));
+  if (needed[1]) key = turn(key, table);
+  return grads;
+}
+
+inline auto turning(bool interleaved, bool inverse) {
+  return [=](In x, In rows) { return rope().call(x, rows, interleaved, inverse); };
+}
+
 // The gradients, by operators that have derivatives of their own.
 inline Six rotary_gradients(const Attention& a, In table, bool interleaved, In out, In lse, Opt grad_out, Opt grad_lse,
                             std::array<bool, 6> needed) {
-  const Turn turn(table, interleaved);
-  auto [query, key, value, bias, distance, sinks] =
-      backward().call(Turned(a, turn).view(), out, lse, grad_out, grad_lse, needed);
-  if (needed[0]) query = turn.queries(query, /*inverse=*/true);
-  if (needed[1]) key = turn.keys(key, true);
-  return {query, key, value, bias, distance, sinks};
+  const Turned turned(a, table, turning(interleaved, /*inverse=*/false));
+  return turned_back(backward().call(turned.view(), out, lse, grad_out, grad_lse, needed), table, needed,
+                     turning(interleaved, /*inverse=*/true));
 }
 
 }  // namespace attention_ops

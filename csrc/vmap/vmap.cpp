@@ -116,13 +116,14 @@ struct Mapped {
            at("needed").toBoolList().get(kSinks);
   }
 
-  const char* rows() const { return has("query") ? "query" : has("x") ? "x" : "positions"; }
+  // The argument whose batch the mapped dimension joins.
+  const char* folded() const { return has("query") ? "query" : has("x") ? "x" : "positions"; }
 
   // What has no batch dimension cannot be folded: sinks, whose gradient would be summed over the samples, the numbers
   // of heads and rows, and frequencies. The samples are then computed one after another.
   bool needs_loop() const {
     const auto maps = [&](const char* name) { return is_mapped(name); };
-    return !has(rows()) || gives_grad_sinks() || std::ranges::any_of(kWithoutBatch, maps);
+    return !has(folded()) || gives_grad_sinks() || std::ranges::any_of(kWithoutBatch, maps);
   }
 };
 
@@ -161,7 +162,7 @@ Tensor number_rows(const Tensor& x, const c10::SymInt& N, const c10::SymInt& B) 
 template <class Kind>
 std::vector<Tensor> fold_into_batch(const Mapped<Kind>& mapped) {
   const Level& level = mapped.level;
-  const c10::SymInt B = mapped.at(mapped.rows()).toTensor().sym_size(0);
+  const c10::SymInt B = mapped.at(mapped.folded()).toTensor().sym_size(0);
   const auto sums_batch = [&](const char* name) {
     return mapped.is_given(name) && mapped.at(name).toTensor().sym_size(0) != B;
   };

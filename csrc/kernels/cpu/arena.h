@@ -46,10 +46,9 @@ struct alignas(64) Block {
 
 // A place for one block, the largest given back, which is kept for whichever thread asks next: new ones cost a fifth of
 // a small backward pass.
+template <size_t Most>
 class KeptBlock {
  public:
-  explicit constexpr KeptBlock(size_t most) : most_(std::min(most, kMostKept)) {}
-
   Block* take(size_t bytes) {
     Block* block = kept_.exchange(nullptr, std::memory_order_acquire);
     if (block && block->bytes >= bytes) return block;
@@ -57,13 +56,12 @@ class KeptBlock {
     return Block::make(bytes);
   }
   void give(Block* block) {
-    if (block->bytes > most_) return Block::free(block);
+    if (block->bytes > std::min(Most, kMostKept)) return Block::free(block);
     for (Block* other; (other = kept_.exchange(block, std::memory_order_acq_rel)); block = other)
       if (other->bytes <= block->bytes) return Block::free(other);
   }
 
  private:
-  size_t most_;
   std::atomic<Block*> kept_{nullptr};
 };
 
@@ -90,7 +88,7 @@ class Arena {
   }
 
  private:
-  static inline KeptBlock kept{kMostKept};
+  static inline KeptBlock<kMostKept> kept;
 
   Block* block_;
   char* next_;

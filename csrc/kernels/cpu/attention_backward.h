@@ -14,6 +14,7 @@
 #include "kernels/cpu/backward_bias.h"
 #include "kernels/cpu/backward_distance.h"
 #include "kernels/cpu/backward_plan.h"
+#include "kernels/cpu/dropout.h"
 #include "kernels/cpu/key_columns.h"
 #include "kernels/cpu/weight_gradient.h"
 

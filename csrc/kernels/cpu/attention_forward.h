@@ -5,9 +5,9 @@
 #pragma once
 #include <cmath>
 
+#include "kernels/cpu/dropout.h"
 #include "kernels/cpu/key_columns.h"
 #include "kernels/cpu/lane_products.h"
-#include "kernels/cpu/score.h"
 
 namespace attention_ops {
 

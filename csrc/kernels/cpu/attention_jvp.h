@@ -2,6 +2,7 @@
 //   lse_dot = sum_j p s_dot,  out_dot = sum_j p (s_dot (v + b) + v_dot + b_dot) - lse_dot out
 // with the sink in lse_dot, and dropout between p and v. A task is a panel of queries, which lie in lanes.
 #pragma once
+#include "kernels/cpu/dropout.h"
 #include "kernels/cpu/lane_products.h"
 #include "kernels/cpu/row_norm.h"
 #include "kernels/cpu/tangents.h"

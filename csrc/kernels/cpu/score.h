@@ -96,7 +96,7 @@ void load_block(T* out, const Tensor4& x, Index b, Index h, Index row, int rows,
     transpose_to_lanes(out, Width, Width, keys, [&](int q, Index k, int n) {
       const B* from = data + std::min(q, rows - 1) * x.strides[2] + k * x.strides[3];
       if (row + q + ahead.rows < x.sizes[2] && key + k + ahead.keys < x.sizes[3])
-        __builtin_prefetch(from + ahead.rows * x.strides[2] + ahead.keys * x.strides[3], 0, 2);
+        prefetch(from + ahead.rows * x.strides[2] + ahead.keys * x.strides[3]);
       return map(read_elements<T>(from, x.strides[3], n));
     });
   });
@@ -357,32 +357,6 @@ Cover compute_scores(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, 
   if (tile.cover != Cover::none)
     each_span(tile, [&](auto vectors, const Span& span) { span_scores<T, vectors>(tile, site, panel, key, span); });
   return tile.cover;
-}
-
-// keep[key][lane] = -1 where dropout keeps the element, else 0.
-template <class T, class E>
-void fill_kept(LaneInt<T>* keep, const Site<T, E>& site, const Panel<T, E>& panel, Index key, int keys) {
-  constexpr int kWidth = Panel<T, E>::kWidth;
-  for (Index group = key / 8; group <= (key + keys - 1) / 8; ++group) {
-    uint32_t words[4][kWidth];
-    for (int q = 0; q < kWidth; ++q) {
-      const Philox bits = site.dropout.eight(uint32_t(panel.first + q), uint32_t(group));
-      for (int w = 0; w < 4; ++w) words[w][q] = bits.word[w];
-    }
-    for (int n = 0; n < 8; ++n) {
-      const Index k = group * 8 + n - key;
-      if (k < 0 || k >= keys) continue;
-      for (int q = 0; q < kWidth; ++q)
-        keep[k * kWidth + q] = -LaneInt<T>(((words[n / 2][q] >> (16 * (n % 2))) & 0xffff) >= site.dropout.threshold);
-    }
-  }
-}
-
-// x = keep ? factor * x : 0
-template <class T, int Width>
-void apply_kept(T* x, const ScoreTile<T>& tile, const LaneInt<T>* keep, T factor) {
-  each_vector<T, Width>(
-      tile, [&](Index n, int) { store(x + n, load_lanes<T>(keep + n) ? splat(factor) * load(x + n) : Vec<T>{}); });
 }
 
 }  // namespace attention_ops

@@ -85,6 +85,24 @@ template <class T>
 inline Vec<T> splat(T x) {
   return x - Vec<T>{};
 }
+using Words = uint32_t __attribute__((vector_size(kVectorBytes)));
+using LongWords = uint64_t __attribute__((vector_size(kVectorBytes)));
+
+// The lower half of each lane times m, to 64 bits.
+inline LongWords multiply_lower(LongWords x, uint32_t m) {
+#if defined(__AVX512F__)
+  return (LongWords)_mm512_maskz_mul_epu32(__mmask8(-1), (__m512i)x, _mm512_set1_epi64(m));
+#elif defined(__AVX2__)
+  return (LongWords)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(m));
+#elif defined(__SSE2__)
+  return (LongWords)_mm_mul_epu32((__m128i)x, _mm_set1_epi64x(m));
+#elif defined(__ARM_NEON)
+  return (LongWords)vmull_u32(vmovn_u64((uint64x2_t)x), vdup_n_u32(m));
+#else
+  return (x & 0xffffffff) * m;
+#endif
+}
+
 template <class T>
 constexpr T kInfinity = std::numeric_limits<T>::infinity();
 

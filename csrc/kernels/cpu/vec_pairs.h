@@ -9,7 +9,6 @@ namespace attention_ops {
 // Two bfloat16 numbers side by side in each lane, the first in the low half: products of that type multiply lane by
 // lane and add both to a float.
 using Pairs = Ints<float>;
-using Words = uint32_t __attribute__((vector_size(kVectorBytes)));
 using Halves = uint16_t __attribute__((vector_size(kVectorBytes / 2)));  // one bfloat16 for each lane
 
 inline Pairs load_pairs(const BFloat16* p) {

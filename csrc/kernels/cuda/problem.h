@@ -91,7 +91,7 @@ struct DropoutMask {
 };
 
 // Rotary positions, as csrc/ops/ops.h says of them.
-struct RopeTable {
+struct RopeTableProblem {
   Index batch, axes, length, pairs;
   const double *positions, *inv_freq;  // [batch, axes, length], [pairs]
   double factor;

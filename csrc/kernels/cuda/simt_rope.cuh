@@ -20,7 +20,7 @@ DEVICE_APART SineCosine<double> sine_cosine(double x) {
 
 template <class T>
 __global__ void __launch_bounds__(kSimtThreads)
-    simt_rope_table_kernel(const __grid_constant__ RopeTable p, const __grid_constant__ RopeAxes axes) {
+    simt_rope_table_kernel(const __grid_constant__ RopeTableProblem p, const __grid_constant__ RopeAxes axes) {
   const Index length = p.length;
   each_of_warp(p.batch * length, [&](Index n) {
     T* cosines = static_cast<T*>(p.table) + n * 2 * p.pairs;
