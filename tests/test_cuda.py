@@ -15,15 +15,13 @@ TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 
 
-@pytest.mark.parametrize("case", [c for c in cases.COMPACT if c.distance == "no_distance"], ids=str)
+@pytest.mark.parametrize("case", cases.COMPACT, ids=str)
 def test_values_and_gradients(case, device):
     test_attention.check(case, device)
 
 
 @needs_gpu
-@pytest.mark.parametrize(
-    "case", [c for c in cases.CASES if c not in cases.COMPACT and c.distance == "no_distance"], ids=str
-)
+@pytest.mark.parametrize("case", [c for c in cases.CASES if c not in cases.COMPACT], ids=str)
 def test_the_rest_of_the_grid(case):
     test_attention.check(case, "cuda")
 

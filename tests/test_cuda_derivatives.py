@@ -30,7 +30,7 @@ SHAPES = [
     cases.Shape(1, 1, 1, 70, 70, 3, 2),
 ]
 SMALL = [
-    dataclasses.replace(case, shape=shape, distance="no_distance")
+    dataclasses.replace(case, shape=shape)
     for case, shape in zip(cases.CASES[::3], itertools.cycle(SHAPES), strict=False)
 ]
 
@@ -41,7 +41,7 @@ def test_small(case, device):
 
 
 @needs_gpu
-@pytest.mark.parametrize("case", [case for case in cases.CASES if case.distance == "no_distance"], ids=str)
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_grid(case):
     check(case, "cuda")
 

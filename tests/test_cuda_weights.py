@@ -1,6 +1,5 @@
 """The CUDA kernels of the weights and of their summaries: on the model that runs them without a GPU, and on a GPU."""
 
-import dataclasses
 import itertools
 import math
 
@@ -25,7 +24,7 @@ def is_small(case: cases.Case) -> bool:
     return shape.batch * shape.heads * math.prod(tiles) <= 8
 
 
-CASES = list(dict.fromkeys(dataclasses.replace(c, distance="no_distance") for c in on_the_processor.NO_DROPOUT))
+CASES = on_the_processor.NO_DROPOUT
 SMALL = [case for case in CASES if is_small(case)]
 SELECTED = list(zip(SMALL[1::4], itertools.cycle(range(8)), strict=False))
 

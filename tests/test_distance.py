@@ -52,11 +52,14 @@ def test_weights_to_the_second_derivative(name):
 
 
 @pytest.mark.parametrize("average", [False, True])
-def test_weights_of_chosen_rows_and_heads(average):
+def test_weights_of_chosen_rows_and_heads(average, device):
     """Their distances are those of the rows, not of the order in which they are asked for."""
-    given, tables = cases.small_inputs(), small_tables(KINDS[:2])
+    given, tables = (
+        {name: t.to(device) for name, t in tensors.items()}
+        for tensors in (cases.small_inputs(), small_tables(KINDS[:2]))
+    )
     del given["value"]
-    heads, rows = torch.tensor([1, 0, 1]), torch.tensor([2, 0, 2, 1])
+    heads, rows = torch.tensor([1, 0, 1], device=device), torch.tensor([2, 0, 2, 1], device=device)
     chosen = {"heads": heads, "rows": rows, "average": average}
     leaves = [x.requires_grad_() for x in (*given.values(), *tables.values())]
     ours, exact = (
@@ -152,31 +155,32 @@ def test_a_sample_with_others_equals_itself_alone():
 
 
 @pytest.mark.parametrize("queries", [1, 40])
-def test_two_biases_at_the_ends_of_the_range(queries):
+def test_two_biases_at_the_ends_of_the_range(queries, device):
     """Finite ones stay finite in sum, and minus infinity hides a place whatever the other is."""
-    query, key = torch.randn(1, 1, queries, 8), torch.randn(1, 1, 70, 8)
+    there = {"device": device}
+    query, key = torch.randn(1, 1, queries, 8, **there), torch.randn(1, 1, 70, 8, **there)
     entries = queries + 69
     for end in (-3e38, 3e38):
-        bias, by_distance = torch.full((1, 1, queries, 70), end), torch.full((1, 1, entries), end)
+        bias, by_distance = torch.full((1, 1, queries, 70), end, **there), torch.full((1, 1, entries), end, **there)
         out = attention_ops.attention(query, key, key, bias=bias, distance_bias=by_distance)
         torch.testing.assert_close(out, key.mean(2, keepdim=True).expand_as(out), rtol=1e-4, atol=1e-4)
     for other in (torch.nan, torch.inf):
-        bias, by_distance = torch.zeros(1, 1, queries, 70), torch.zeros(1, 1, entries)
+        bias, by_distance = torch.zeros(1, 1, queries, 70, **there), torch.zeros(1, 1, entries, **there)
         by_distance[..., 30:] = -torch.inf
         wanted = attention_ops.attention(query, key, key, distance_bias=by_distance)
         bias[position.expand(by_distance, queries, 70) == -torch.inf] = other
         assert torch.equal(attention_ops.attention(query, key, key, bias=bias, distance_bias=by_distance), wanted)
 
 
-def test_nan_that_nobody_sees_changes_no_bit():
-    query, key, value = (torch.randn(1, 2, 250, 8) for _ in range(3))
-    tables = {name: torch.randn(1, 1, 499, 8) for name in KINDS[1:]}
+def test_nan_that_nobody_sees_changes_no_bit(device):
+    query, key, value = (torch.randn(1, 1, 150, 8) for _ in range(3))
+    tables = {name: torch.randn(1, 1, 299, 8) for name in KINDS[1:]}
     results = []
     for spoil in (False, True):
         if spoil:
             for t in tables.values():
-                t[:, :, 250:] = torch.nan
-        leaves = [t.clone().requires_grad_() for t in (query, key, value, *tables.values())]
+                t[:, :, 150:] = torch.nan
+        leaves = [t.to(device, copy=True).requires_grad_() for t in (query, key, value, *tables.values())]
         out = attention_ops.attention(
             **dict(zip(("query", "key", "value", *tables), leaves, strict=True)), mask="causal"
         )
@@ -243,11 +247,11 @@ def test_transformer_xl_against_a_double_loop(memory):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_rows_of_distances_that_nobody_sees_may_hold_anything(value):
+def test_rows_of_distances_that_nobody_sees_may_hold_anything(value, device):
     """Under a causal mask, the distances ahead: no result and no derivative up to the second meets them."""
-    given = {name: torch.randn(1, 2, 9, 4, **DOUBLE) for name in ("query", "key", "value")}
-    tables = {"distance_bias": torch.randn(1, 2, 17, **DOUBLE)}
-    tables |= {name: torch.randn(1, 1, 17, 4, **DOUBLE) for name in KINDS[1:]}
+    given = {name: torch.randn(1, 2, 9, 4, **DOUBLE).to(device) for name in ("query", "key", "value")}
+    tables = {"distance_bias": torch.randn(1, 2, 17, **DOUBLE).to(device)}
+    tables |= {name: torch.randn(1, 1, 17, 4, **DOUBLE).to(device) for name in KINDS[1:]}
     spoilt = {name: t.clone() for name, t in tables.items()}
     for t in spoilt.values():
         t[:, :, 9:] = value
@@ -263,16 +267,16 @@ def test_rows_of_distances_that_nobody_sees_may_hold_anything(value):
         torch.testing.assert_close(ours, wanted)
 
 
-def test_what_masked_rows_hold_reaches_no_table():
+def test_what_masked_rows_hold_reaches_no_table(device):
     """A padded query of NaN gives nothing to the gradients of the tables."""
-    tables = {name: t.requires_grad_() for name, t in small_tables().items()}
+    tables = {name: t.to(device).requires_grad_() for name, t in small_tables().items()}
     grads = []
     for spoil in (False, True):
         torch.manual_seed(1)
-        given = cases.small_inputs()
+        given = {name: t.to(device) for name, t in cases.small_inputs().items()}
         if spoil:
             given["query"][0, :, 2] = torch.nan
-        mask = masks.padding(queries=torch.tensor([2, 3]))
+        mask = masks.padding(queries=torch.tensor([2, 3], device=device))
         out = attention_ops.attention(**given, **tables, mask=mask)
         grads.append(torch.autograd.grad(out.square().sum(), list(tables.values())))
     for ours, wanted in zip(*grads, strict=True):

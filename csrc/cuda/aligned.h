@@ -10,11 +10,17 @@ namespace attention_ops {
 
 constexpr int64_t kAlignedElements = 8, kWidestRow = 256;
 
+// Whether rows by distance stand beside keys or values: tensor cores and decoding know of a bias by distance alone.
+inline bool has_rows_by_distance(const Attention& a) {
+  return a.distance && a.distance->size(3) > 1;
+}
+
 // Empty problems have nothing to multiply.
 inline bool on_tensor_cores(const Attention& a) {
   const auto fits = [](int64_t width) { return width > 0 && width <= kWidestRow; };
   const bool empty = a.query.size(2) == 0 || a.key.size(2) == 0;
-  return a.query.element_size() == 2 && !empty && fits(a.query.size(3)) && fits(a.value.size(3));
+  return a.query.element_size() == 2 && !empty && !has_rows_by_distance(a) && fits(a.query.size(3)) &&
+         fits(a.value.size(3));
 }
 
 inline bool is_aligned(const Tensor& x) {

@@ -28,6 +28,18 @@ class Numbers {
   Tensor tensor_;
 };
 
+// Rows by distance in the type that scores are computed in, or none.
+class DistanceRows {
+ public:
+  DistanceRows(const Call& call, const OptionalTensor& x, at::ScalarType type) {
+    if (x && x->defined()) tensor_ = call.reads(in_type(*x, type));
+  }
+  Tensor4 view() const { return tensor_.defined() ? read_view(tensor_) : Tensor4{}; }
+
+ private:
+  Tensor tensor_;
+};
+
 // A four-dimensional tensor that plain kernels read, or none.
 inline Tensor4 read(const Call& call, const OptionalTensor& x) {
   return x && x->defined() ? read_view(call.reads(*x)) : Tensor4{};
@@ -53,6 +65,7 @@ class Loaded {
         query_(call, a.query, on_tensor_cores),
         key_(call, a.key, on_tensor_cores),
         value_(call, a.value, on_tensor_cores),
+        distance_(call, a.distance, lse_type(a.query)),
         sinks_(call, a.sinks, lse_type(a.query)),
         seed_(call, a.seed, at::kLong) {
     problem.batch = a.query.size(0), problem.heads = a.query.size(1), problem.queries = a.query.size(2);
@@ -60,9 +73,7 @@ class Loaded {
     problem.value_width = a.value.size(3);
     problem.q = query_.view(), problem.k = key_.view(), problem.v = value_.view();
     if (a.bias) problem.bias = read_view(call.reads(*a.bias));
-    TORCH_CHECK_NOT_IMPLEMENTED(!a.distance,
-                                "attention: expected no distance_bias, relative_key or relative_value on CUDA "
-                                "(position.expand gives a dense bias), got one");
+    problem.distance = distance_.view();
     problem.sinks = sinks_.data();
     const MaskArguments mask(a);
     problem.mask = MaskProgram(mask.view(problem.queries, problem.keys));
@@ -81,28 +92,34 @@ class Loaded {
   }
 
   // Whether a tile can have hidden places that hold something.
-  bool hides() const { return !problem.mask.empty() || problem.bias.defined(); }
+  bool hides() const { return !problem.mask.empty() || problem.adds(); }
 
   Problem problem;
   bool on_tensor_cores;
 
  private:
   Operand query_, key_, value_;
+  DistanceRows distance_;
   Numbers sinks_, seed_, heads_, rows_;
 };
 
 // The tangents of one call's inputs, and of lse where it is one.
 class LoadedTangents {
  public:
-  LoadedTangents(const Call& call, In lse, Opt query, Opt key, Opt value, Opt bias, Opt sinks, Opt lse_t = std::nullopt)
-      : sinks_(call, sinks, lse.scalar_type()), lse_(call, lse_t, lse.scalar_type()) {
-    view = {read(call, query), read(call, key), read(call, value), read(call, bias), sinks_.data(), lse_.data()};
+  LoadedTangents(const Call& call, In lse, Opt query, Opt key, Opt value, Opt bias, Opt distance, Opt sinks,
+                 Opt lse_t = std::nullopt)
+      : distance_(call, distance, lse.scalar_type()),
+        sinks_(call, sinks, lse.scalar_type()),
+        lse_(call, lse_t, lse.scalar_type()) {
+    view = {read(call, query), read(call, key), read(call, value), read(call, bias),
+            distance_.view(),  sinks_.data(),   lse_.data()};
   }
   LoadedTangents(const LoadedTangents&) = delete;
 
   Tangents view;
 
  private:
+  DistanceRows distance_;
   Numbers sinks_, lse_;
 };
 

@@ -26,7 +26,7 @@ Problem only_if(const Problem& problem, const int* flag) {
 
 // Gradients of one call; undefined where nobody asked.
 struct Gradients {
-  Tensor query, key, value, bias, sinks;
+  Tensor query, key, value, bias, distance, sinks;
   at::ScalarType type;  // of sums
 
   Gradients(const Attention& a, std::array<bool, 6> needed, bool on_tensor_cores) : type(lse_type(a.query)) {
@@ -34,6 +34,7 @@ struct Gradients {
     if (needed[1]) key = empty_aligned(a.key, on_tensor_cores);
     if (needed[2]) value = empty_aligned(a.value, on_tensor_cores);
     if (needed[3] && a.bias) bias = empty_like_shape(*a.bias);
+    if (needed[4] && a.distance) distance = empty_like_shape(*a.distance);
     if (needed[5] && a.sinks) sinks = scratch(*a.sinks, a.sinks->sizes(), type);
   }
   BackwardResult view(const Call& call) const {
@@ -47,9 +48,12 @@ struct Gradients {
     const auto one = [](const Tensor& x, const Tensor& like) {
       return x.defined() ? x.to(like.scalar_type()) : nothing(like);
     };
-    return {rows(query, a.query), rows(key, a.key),
-            rows(value, a.value), one(bias, a.bias.value_or(a.query)),
-            nothing(a.query),     one(sinks, a.sinks.value_or(a.query))};
+    return {rows(query, a.query),
+            rows(key, a.key),
+            rows(value, a.value),
+            one(bias, a.bias.value_or(a.query)),
+            one(distance, a.distance.value_or(a.query)),
+            one(sinks, a.sinks.value_or(a.query))};
   }
 };
 
@@ -83,11 +87,12 @@ class LoadedRows {
   Tensor norm_, delta_;
 };
 
-// The sums over rows of all batches: of a bias, and of the sinks. In a second derivative, along a direction.
+// The sums over rows of all batches: of a bias, of rows by distance, and of the sinks. In a second derivative, along a
+// direction.
 template <class... Along>
 void sum_gradients(const Call& call, const Problem& p, const BackwardInput& in, const Gradients& grads,
                    const Along&... along) {
-  bias_gradient(call, p, in, grads.bias, grads.type, along...);
+  bias_gradients(call, p, in, grads.bias, grads.distance, grads.type, along...);
   if (grads.sinks.defined()) simt_sinks(p, in, along..., pointer(call, grads.sinks), call.stream());
 }
 
@@ -113,7 +118,8 @@ Pair tangents_of(const Call& call, const Problem& p, const BackwardInput& in, co
 
 Pair forward_cuda(const Attention& a) {
   const Call call(a.query);
-  const bool few_rows = is_decode(a.query.size(1), a.key.size(1), a.query.size(2)) && a.query.size(3) <= kDecodeWidth;
+  const bool few_rows = is_decode(a.query.size(1), a.key.size(1), a.query.size(2)) && a.query.size(3) <= kDecodeWidth &&
+                        !has_rows_by_distance(a);
   const Loaded loaded(call, a, on_tensor_cores(a) && !few_rows);
   const Problem& p = loaded.problem;
   const int64_t width = loaded.on_tensor_cores ? aligned_width(a.value) : p.value_width;
@@ -151,24 +157,25 @@ Six backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse
   return grads.finished(a);
 }
 
-Pair jvp_cuda(const Attention& a, In out, In lse, Opt query_t, Opt key_t, Opt value_t, Opt bias_t, Opt, Opt sinks_t) {
+Pair jvp_cuda(const Attention& a, In out, In lse, Opt query_t, Opt key_t, Opt value_t, Opt bias_t, Opt distance_t,
+              Opt sinks_t) {
   const Call call(a.query);
   const Loaded loaded(call, a, /*on_tensor_cores=*/false);
   const LoadedRows rows(call, loaded, out, lse);
-  const LoadedTangents along(call, lse, query_t, key_t, value_t, bias_t, sinks_t);
+  const LoadedTangents along(call, lse, query_t, key_t, value_t, bias_t, distance_t, sinks_t);
   simt_prepare(loaded.problem, rows.in, call.stream());
   return tangents_of(call, loaded.problem, rows.in, along.view, lse, out.scalar_type());
 }
 
 Eight double_backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, Opt query_t, Opt key_t,
-                           Opt value_t, Opt bias_t, Opt, Opt sinks_t, Opt grad_out_t, Opt grad_lse_t,
+                           Opt value_t, Opt bias_t, Opt distance_t, Opt sinks_t, Opt grad_out_t, Opt grad_lse_t,
                            std::array<bool, 8> needed) {
   const Call call(a.query);
   const Loaded loaded(call, a, /*on_tensor_cores=*/false);
   const Problem& p = loaded.problem;
   LoadedRows rows(call, loaded, out, lse);
   rows.take_gradients(call, loaded, out, lse, grad_out, grad_lse);
-  const LoadedTangents inputs(call, lse, query_t, key_t, value_t, bias_t, sinks_t);
+  const LoadedTangents inputs(call, lse, query_t, key_t, value_t, bias_t, distance_t, sinks_t);
   simt_prepare(p, rows.in, call.stream());
   // What forward mode may have counted already, but out and lse come without their tangents.
   const auto [out_t, lse_t] = tangents_of(call, p, rows.in, inputs.view, lse, lse.scalar_type());

@@ -77,14 +77,15 @@ Five gradients_through(const Call& call, const Loaded& loaded, const Attention& 
   const Tensor query = needed[0] ? empty_heads_like(a.query) : Tensor();
   const Tensor key = needed[1] ? empty_heads_like(a.key) : Tensor();
   const Tensor bias = needed[2] && a.bias ? empty_like_shape(*a.bias) : Tensor();
+  const Tensor distance = needed[3] && a.distance ? empty_like_shape(*a.distance) : Tensor();
   const Tensor grad_lse = needed[4] ? empty_like_shape(lse) : Tensor();
   BackwardResult to{result(call, query), result(call, key), {}, {}};
   to.grad_lse = pointer(call, grad_lse);
   simt_backward(p, norm.in, source, to, call.stream());
-  bias_gradient(call, p, norm.in, bias, norm.type, source);
+  bias_gradients(call, p, norm.in, bias, distance, norm.type, source);
   const auto finished = [](const Tensor& x, const Tensor& like) { return x.defined() ? x : nothing(like); };
-  return {finished(query, a.query), finished(key, a.key), finished(bias, a.bias.value_or(a.query)), nothing(a.query),
-          finished(grad_lse, lse)};
+  return {finished(query, a.query), finished(key, a.key), finished(bias, a.bias.value_or(a.query)),
+          finished(distance, a.distance.value_or(a.query)), finished(grad_lse, lse)};
 }
 
 }  // namespace
@@ -97,11 +98,11 @@ Tensor weights_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt
 }
 
 Tensor weights_jvp_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average, Opt query_t,
-                        Opt key_t, Opt bias_t, Opt, Opt lse_t) {
+                        Opt key_t, Opt bias_t, Opt distance_t, Opt lse_t) {
   const Call call(a.query);
   Loaded loaded(call, a, /*on_tensor_cores=*/false);
   loaded.place(call, a, heads, rows, queries.expect_int());
-  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, {}, lse_t);
+  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, distance_t, {}, lse_t);
   return weights_of(call, loaded, a, lse, average, along.view);
 }
 
@@ -114,12 +115,12 @@ Five weights_backward_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10:
 }
 
 Five weights_double_backward_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
-                                  In grad_weights, Opt query_t, Opt key_t, Opt bias_t, Opt, Opt lse_t,
+                                  In grad_weights, Opt query_t, Opt key_t, Opt bias_t, Opt distance_t, Opt lse_t,
                                   Opt grad_weights_t, std::array<bool, 5> needed) {
   const Call call(a.query);
   Loaded loaded(call, a, /*on_tensor_cores=*/false);
   loaded.place(call, a, heads, rows, queries.expect_int());
-  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, {}, lse_t);
+  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, distance_t, {}, lse_t);
   const WeightGradientTangent source{of_weights(call, loaded.problem, grad_weights, average),
                                      of_weights(call, loaded.problem, grad_weights_t, average), along.view};
   return gradients_through(call, loaded, a, lse, needed, source);
@@ -134,10 +135,11 @@ Four summaries_cuda(const Attention& a, In lse) {
   return {column_sum, entropy, maximum, argmax};
 }
 
-Three summaries_jvp_cuda(const Attention& a, In lse, In argmax, Opt query_t, Opt key_t, Opt bias_t, Opt, Opt lse_t) {
+Three summaries_jvp_cuda(const Attention& a, In lse, In argmax, Opt query_t, Opt key_t, Opt bias_t, Opt distance_t,
+                         Opt lse_t) {
   const Call call(a.query);
   const Loaded loaded(call, a, /*on_tensor_cores=*/false);
-  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, {}, lse_t);
+  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, distance_t, {}, lse_t);
   const Numbers places(call, argmax, at::kLong);
   return summaries_of(call, loaded, lse, static_cast<Index*>(const_cast<void*>(places.data())), along.view);
 }
@@ -151,12 +153,12 @@ Five summaries_backward_cuda(const Attention& a, In lse, In argmax, Opt grad_col
 }
 
 Five summaries_double_backward_cuda(const Attention& a, In lse, In argmax, Opt grad_column_sum, Opt grad_entropy,
-                                    Opt grad_maximum, Opt query_t, Opt key_t, Opt bias_t, Opt, Opt lse_t,
+                                    Opt grad_maximum, Opt query_t, Opt key_t, Opt bias_t, Opt distance_t, Opt lse_t,
                                     Opt grad_column_sum_t, Opt grad_entropy_t, Opt grad_maximum_t,
                                     std::array<bool, 5> needed) {
   const Call call(a.query);
   const Loaded loaded(call, a, /*on_tensor_cores=*/false);
-  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, {}, lse_t);
+  const LoadedTangents along(call, lse, query_t, key_t, {}, bias_t, distance_t, {}, lse_t);
   const OfSummaries source(call, lse, argmax, grad_column_sum, grad_entropy, grad_maximum);
   const OfSummaries moved(call, lse, argmax, grad_column_sum_t, grad_entropy_t, grad_maximum_t);
   return gradients_through(call, loaded, a, lse, needed,

@@ -11,6 +11,8 @@ void simt_decode(const Problem& p, const DecodePlan& plan, const ForwardResult& 
 void simt_prepare(const Problem& p, const BackwardInput& in, Stream stream);
 void simt_backward(const Problem& p, const BackwardInput& in, const BackwardResult& result, Stream stream);
 void simt_bias(const Problem& p, const BackwardInput& in, const Tensor4& grad, const BiasPlan& plan, Stream stream);
+void simt_distance(const Problem& p, const BackwardInput& in, const Tensor4& grad, const DistancePlan& plan,
+                   Stream stream);
 void simt_sinks(const Problem& p, const BackwardInput& in, void* grad_sinks, Stream stream);
 void simt_dropout(const DropoutMask& p, Stream stream);
 void simt_weights(const Problem& p, const BackwardInput& in, const Tensor4& weights, bool average, Stream stream);
@@ -19,6 +21,8 @@ void simt_backward(const Problem& p, const BackwardInput& in, const WeightGradie
                    const BackwardResult& result, Stream stream);
 void simt_bias(const Problem& p, const BackwardInput& in, const WeightGradient& source, const Tensor4& grad,
                const BiasPlan& plan, Stream stream);
+void simt_distance(const Problem& p, const BackwardInput& in, const WeightGradient& source, const Tensor4& grad,
+                   const DistancePlan& plan, Stream stream);
 void simt_weights(const Problem& p, const BackwardInput& in, const Tangents& along, const Tensor4& weights,
                   bool average, Stream stream);
 void simt_summaries(const Problem& p, const BackwardInput& in, const Tangents& along, const Summaries& result,
@@ -27,6 +31,8 @@ void simt_backward(const Problem& p, const BackwardInput& in, const WeightGradie
                    const BackwardResult& result, Stream stream);
 void simt_bias(const Problem& p, const BackwardInput& in, const WeightGradientTangent& along, const Tensor4& grad,
                const BiasPlan& plan, Stream stream);
+void simt_distance(const Problem& p, const BackwardInput& in, const WeightGradientTangent& along, const Tensor4& grad,
+                   const DistancePlan& plan, Stream stream);
 void simt_rope(const RopeProblem& p, Stream stream);
 void simt_rope_table(const RopeTableProblem& p, const RopeAxes& axes, Stream stream);
 
@@ -39,6 +45,8 @@ void simt_backward(const Problem& p, const BackwardInput& in, const BackwardTang
                    const BackwardResult& result, Stream stream);
 void simt_bias(const Problem& p, const BackwardInput& in, const BackwardTangent& along, const Tensor4& grad,
                const BiasPlan& plan, Stream stream);
+void simt_distance(const Problem& p, const BackwardInput& in, const BackwardTangent& along, const Tensor4& grad,
+                   const DistancePlan& plan, Stream stream);
 void simt_sinks(const Problem& p, const BackwardInput& in, const BackwardTangent& along, void* grad_sinks,
                 Stream stream);
 

@@ -31,6 +31,11 @@ void simt_bias(const Problem& p, const BackwardInput& in, const Tensor4& grad, c
   start_bias(p, in, Still(), grad, plan, stream);
 }
 
+void simt_distance(const Problem& p, const BackwardInput& in, const Tensor4& grad, const DistancePlan& plan,
+                   Stream stream) {
+  start_distance(p, in, Still(), grad, plan, stream);
+}
+
 void simt_sinks(const Problem& p, const BackwardInput& in, void* grad_sinks, Stream stream) {
   start_sinks(p, in, Still(), grad_sinks, stream);
 }

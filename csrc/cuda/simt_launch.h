@@ -1,6 +1,7 @@
 // Starts the backward kernels in plain arithmetic, in a first or a second derivative, and what all starts share.
 #pragma once
 #include "kernels/cuda/simt_bias.cuh"
+#include "kernels/cuda/simt_distance.cuh"
 
 namespace attention_ops {
 
@@ -48,17 +49,28 @@ void start_backward(const Problem& p, const BackwardInput& in, const Along& alon
   });
 }
 
+// A gradient whose sums may be cut into shares.
+template <class T, class Along, class Plan>
+void start_shares(void (*kernel)(Problem, BackwardInput, Along, Tensor4, Plan), const Problem& p,
+                  const BackwardInput& in, const Along& along, const Tensor4& grad, const Plan& plan, Stream stream) {
+  const Index places = grad.sizes[0] * grad.sizes[1] * grad.sizes[2] * grad.sizes[3];
+  device::launch(kernel, plan.tasks(), kSimtThreads, SimtMemory<T>::kBytes, stream, p, in, along, grad, plan);
+  if (plan.sums)
+    device::launch(simt_shares_kernel<T>, tiles_of(places, kSimtThreads), kSimtThreads, 0, stream, grad, plan.sums,
+                   plan.shares, places);
+}
+
 template <class Along>
 void start_bias(const Problem& p, const BackwardInput& in, const Along& along, const Tensor4& grad,
                 const BiasPlan& plan, Stream stream) {
-  const Index places = grad.sizes[0] * grad.sizes[1] * grad.sizes[2] * grad.sizes[3];
-  in_compute_type(p, [&]<class T>() {
-    device::launch(simt_bias_kernel<T, Along>, plan.tasks(), kSimtThreads, SimtMemory<T>::kBytes, stream, p, in, along,
-                   grad, plan);
-    if (plan.sums)
-      device::launch(simt_bias_sum_kernel<T>, tiles_of(places, kSimtThreads), kSimtThreads, 0, stream, grad, plan,
-                     places);
-  });
+  in_compute_type(p, [&]<class T>() { start_shares<T>(simt_bias_kernel<T, Along>, p, in, along, grad, plan, stream); });
+}
+
+template <class Along>
+void start_distance(const Problem& p, const BackwardInput& in, const Along& along, const Tensor4& grad,
+                    const DistancePlan& plan, Stream stream) {
+  in_compute_type(
+      p, [&]<class T>() { start_shares<T>(simt_distance_kernel<T, Along>, p, in, along, grad, plan, stream); });
 }
 
 template <class Along>

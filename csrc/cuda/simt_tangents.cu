@@ -33,6 +33,11 @@ void simt_bias(const Problem& p, const BackwardInput& in, const BackwardTangent&
   start_bias(p, in, along, grad, plan, stream);
 }
 
+void simt_distance(const Problem& p, const BackwardInput& in, const BackwardTangent& along, const Tensor4& grad,
+                   const DistancePlan& plan, Stream stream) {
+  start_distance(p, in, along, grad, plan, stream);
+}
+
 void simt_sinks(const Problem& p, const BackwardInput& in, const BackwardTangent& along, void* grad_sinks,
                 Stream stream) {
   start_sinks(p, in, along, grad_sinks, stream);

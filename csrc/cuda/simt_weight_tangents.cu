@@ -24,4 +24,9 @@ void simt_bias(const Problem& p, const BackwardInput& in, const WeightGradientTa
   start_bias(p, in, along, grad, plan, stream);
 }
 
+void simt_distance(const Problem& p, const BackwardInput& in, const WeightGradientTangent& along, const Tensor4& grad,
+                   const DistancePlan& plan, Stream stream) {
+  start_distance(p, in, along, grad, plan, stream);
+}
+
 }  // namespace attention_ops

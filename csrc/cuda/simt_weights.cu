@@ -22,4 +22,9 @@ void simt_bias(const Problem& p, const BackwardInput& in, const WeightGradient& 
   start_bias(p, in, source, grad, plan, stream);
 }
 
+void simt_distance(const Problem& p, const BackwardInput& in, const WeightGradient& source, const Tensor4& grad,
+                   const DistancePlan& plan, Stream stream) {
+  start_distance(p, in, source, grad, plan, stream);
+}
+
 }  // namespace attention_ops

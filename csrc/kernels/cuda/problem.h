@@ -13,11 +13,17 @@ namespace attention_ops {
 
 using Stream = CUstream_st*;
 
-// s = softcap(scale q k') + bias where the mask allows. Sums, and what stands in `void` pointers, are of one type:
-// float64 for float64, float32 for the others.
+// Columns of the rows by distance, those that are added to keys or to values; there may be none.
+struct DistanceColumns {
+  Index first, count;
+};
+
+// s = softcap(scale q (k + a)') + bias + r where the mask allows, o = p (v + b). Sums, rows by distance and what stands
+// in `void` pointers are of one type: float64 for float64, float32 for the others.
 struct Problem {
   Index batch = 0, heads = 0, key_heads = 0, queries = 0, keys = 0, width = 0, value_width = 0;
   Tensor4 q, k, v, bias;
+  Tensor4 distance;             // r, a and b of key j and query i in row j - i + Lq - 1
   const void* sinks = nullptr;  // [H]
   MaskProgram mask;
   const int32_t *true_heads = nullptr, *true_rows = nullptr;  // what the mask calls each head and row; null: as here
@@ -27,6 +33,11 @@ struct Problem {
 
   HOST_DEVICE Index group() const { return heads / key_heads; }
   HOST_DEVICE Index rows() const { return batch * heads * queries; }
+  HOST_DEVICE bool adds() const { return bias.defined() || distance.defined(); }  // to the scores
+  HOST_DEVICE DistanceColumns key_columns() const { return {1, distance.sizes[3] > 1 ? width : 0}; }
+  HOST_DEVICE DistanceColumns value_columns() const {
+    return {1 + width, distance.sizes[3] > 1 + width ? value_width : 0};
+  }
 };
 
 struct ForwardResult {
@@ -43,7 +54,7 @@ struct BackwardInput {
 
 // The tangents of a problem's inputs, and of lse in a backward pass; what does not move has none.
 struct Tangents {
-  Tensor4 q, k, v, bias;
+  Tensor4 q, k, v, bias, distance;
   const void *sinks = nullptr, *lse = nullptr;  // [H]; [B, H, Lq]
 };
 
@@ -118,10 +129,16 @@ inline Index tiles_of(Index length, Index tile) {
   return (length + tile - 1) / tile;
 }
 
+// Into how many shares a gradient's sums are cut, each of `terms`, so that there are tasks enough. It depends on shapes
+// alone.
+inline Index shares_of(Index owners, Index terms) {
+  constexpr Index kTasks = 1024;
+  return owners > 0 ? std::clamp<Index>(kTasks / owners, 1, std::max<Index>(terms, 1)) : 1;
+}
+
 // The gradient of a bias: a task owns a tile of it and one share of what is summed into it, which is batches, heads,
-// and tiles along the axes over which the bias is broadcast. Shares depend on shapes alone.
+// and tiles along the axes over which the bias is broadcast.
 struct BiasPlan {
-  static constexpr Index kTasks = 1024;
   Index rows, columns;   // tiles of the score matrix
   Index owners, shares;  // tiles of grad_bias; parts of each sum
   void* sums = nullptr;  // [shares, grad_bias], where there are several
@@ -129,9 +146,35 @@ struct BiasPlan {
   BiasPlan(const Problem& p, const Tensor4& grad)
       : rows(tiles_of(p.queries, kSimtTile)), columns(tiles_of(p.keys, kSimtTile)) {
     owners = grad.sizes[0] * grad.sizes[1] * (grad.sizes[2] == 1 ? 1 : rows) * (grad.sizes[3] == 1 ? 1 : columns);
-    const Index all = p.batch * p.heads * rows * columns;
-    shares = owners > 0 ? std::clamp<Index>(kTasks / owners, 1, std::max<Index>(all / owners, 1)) : 1;
+    shares = shares_of(owners, owners > 0 ? p.batch * p.heads * rows * columns / owners : 0);
   }
+  HOST_DEVICE Index tasks() const { return owners * shares; }
+};
+
+// The gradient of rows by distance: a task owns 64 rows of one table, 64 of their columns, and one share of what is
+// summed into them, which is tiles of queries, and batches and heads where they share the table. Its rows lie in two
+// tiles of keys for each tile of queries: those on the diagonal of a tile and above, and below that of the next.
+struct DistancePlan {
+  Index rows, columns;           // tiles of the score matrix
+  Index before, ranges;          // ranges of 64 rows: those before that of tile (0, 0); all
+  Index key_parts, value_parts;  // of the columns; the first has the bias too
+  Index batches, heads;          // that share a table
+  Index owners, shares;
+  void* sums = nullptr;  // [shares, grad_distance], where there are several
+
+  DistancePlan(const Problem& p, const Tensor4& grad)
+      : rows(tiles_of(p.queries, kSimtTile)),
+        columns(tiles_of(p.keys, kSimtTile)),
+        before(tiles_of(p.queries - 1, kSimtTile)),
+        ranges(before + columns),
+        key_parts(std::max<Index>(tiles_of(p.key_columns().count, kSimtTile), 1)),
+        value_parts(tiles_of(p.value_columns().count, kSimtTile)),
+        batches(grad.sizes[0] == 1 ? p.batch : 1),
+        heads(grad.sizes[1] == 1 ? p.heads : 1),
+        owners(grad.sizes[0] * grad.sizes[1] * ranges * parts()),
+        shares(shares_of(owners, terms())) {}
+  HOST_DEVICE Index parts() const { return key_parts + value_parts; }
+  HOST_DEVICE Index terms() const { return batches * heads * rows; }
   HOST_DEVICE Index tasks() const { return owners * shares; }
 };
 

@@ -1,6 +1,7 @@
-// Backward in plain arithmetic, from lse: p = exp(s - lse), dp = do v', delta = sum_j p dp - grad_lse,
-// ds = p (dp - delta), then dv = p' do, dk = ds' q, dq = ds k, grad_bias = sum ds, grad_sink = -sum exp(sink - lse)
-// delta. One pass for the keys' side, one for the queries', one for a bias: every sum has one owner and one order.
+// Backward in plain arithmetic, from lse: p = exp(s - lse), dp = do (v + b)', delta = sum_j p dp - grad_lse,
+// ds = p (dp - delta), then dv = p' do, dk = ds' q, dq = ds (k + a), grad_bias = sum ds, and of rows by distance sums
+// along diagonals, dr = sum ds, da = sum ds q, db = sum p do; grad_sink = -sum exp(sink - lse) delta. One pass for the
+// keys' side, one for the queries', one for each of the others: every sum has one owner and one order.
 // Along is Still here, and BackwardTangent in a second derivative (simt_second.cuh).
 #pragma once
 #include "kernels/cuda/simt_row_norm.cuh"
@@ -65,7 +66,10 @@ struct SimtGradient {
     const Problem& problem = site.of;
     const SimtDropout<T> dropped(m, tile, problem);
     clear(ds);
-    if (needs_ds) multiply_rows(ds, m, site.queries_of(in.grad_out, tile.query), site.v(tile.key), problem.value_width);
+    if (needs_ds) {
+      multiply_rows(ds, m, site.queries_of(in.grad_out, tile.query), site.v(tile.key), problem.value_width);
+      multiply_distances(ds, m, site, tile.query, tile.key, in.grad_out, problem.distance, problem.value_columns());
+    }
     for (int r = 0; r < 4; ++r) {
       const Index query = tile.query + t.row(r);
       const SimtNorm<T> norm(in, site, query);
@@ -77,6 +81,11 @@ struct SimtGradient {
       }
     }
   }
+};
+
+// What the gradients of scores are multiplied by in a sum of products.
+struct SimtFactors {
+  const Tensor4 &q, &k, &grad_out, &distance;
 };
 
 // What a tile gives to the gradients: of a first derivative.
@@ -96,10 +105,10 @@ struct SimtGradients {
       for (int c = 0; c < 4; ++c) grad.ds[r][c] = grad.ds[r][c] == 0 ? T(0) : grad.ds[r][c] * tile.slope(r, c);
   }
   DEVICE const SimtGradient<T>& result() const { return grad; }
-  // Calls f(gradient, q, k, grad_out) for each product that the gradients sum.
+  // Calls f(gradient, factors) for each product that the gradients sum.
   template <class F>
   DEVICE void each_term(const Problem& p, const BackwardInput& in, const Along&, F&& f) const {
-    f(grad, p.q, p.k, in.grad_out);
+    f(grad, SimtFactors{p.q, p.k, in.grad_out, p.distance});
   }
 };
 
@@ -135,9 +144,9 @@ DEVICE void keys_task(const Problem& p, const BackwardInput& in, const Along& al
     each_query_tile(m, site, key, [&](SimtScores<T>& tile) {
       grads.compute(m, site, in, along, tile, needs_k);
       grads.finish(m, tile, p);
-      grads.each_term(p, in, along, [&](const auto& grad, const Tensor4& q, const Tensor4&, const Tensor4& grad_out) {
-        if (needs_v) add_product<true>(dv, m, grad.p, site.queries_of(grad_out, tile.query), part, tile.some);
-        if (needs_k) add_product<true>(dk, m, grad.ds, site.queries_of(q, tile.query), part, tile.some);
+      grads.each_term(p, in, along, [&](const auto& grad, const SimtFactors& by) {
+        if (needs_v) add_product<true>(dv, m, grad.p, site.queries_of(by.grad_out, tile.query), part, tile.some);
+        if (needs_k) add_product<true>(dk, m, grad.ds, site.queries_of(by.q, tile.query), part, tile.some);
       });
     });
   }
@@ -183,8 +192,10 @@ __global__ void __launch_bounds__(kSimtThreads)
       grads.compute(m, site, in, along, tile, true);
       lse.subtract(grads.result().ds);
       grads.finish(m, tile, p);
-      grads.each_term(p, in, along, [&](const auto& grad, const Tensor4&, const Tensor4& k, const Tensor4&) {
-        add_product<false>(dq, m, grad.ds, site.keys_of(k, tile.key), part, tile.some);
+      grads.each_term(p, in, along, [&](const auto& grad, const SimtFactors& by) {
+        put_weights(m, grad.ds);
+        if (by.k.defined()) multiply_columns<false>(dq, m, site.keys_of(by.k, tile.key), part * kSimtTile, tile.some);
+        add_distances(dq, m, site, query, tile.key, by.distance, p.key_columns(), part, tile.some);
       });
     });
     if (result.grad_query.defined()) put_gradient(result.grad_query, site.b, site.h, query, part, dq, T(p.scale));

@@ -92,13 +92,13 @@ __global__ void __launch_bounds__(kSimtThreads)
   }
 }
 
-// grad_bias = the sum of its shares, in their order
+// A contiguous gradient = the sum of its shares, in their order
 template <class T>
 __global__ void __launch_bounds__(kSimtThreads)
-    simt_bias_sum_kernel(const __grid_constant__ Tensor4 grad, const __grid_constant__ BiasPlan plan, Index places) {
+    simt_shares_kernel(const __grid_constant__ Tensor4 grad, const void* sums, Index shares, Index places) {
   for (Index n = device::block() * kSimtThreads + device::thread(); n < places; n += device::blocks() * kSimtThreads) {
     T sum = 0;
-    for (Index share = 0; share < plan.shares; ++share) sum += row_value<T>(plan.sums, share * places + n);
+    for (Index share = 0; share < shares; ++share) sum += row_value<T>(sums, share * places + n);
     store_element(grad, n, sum);
   }
 }

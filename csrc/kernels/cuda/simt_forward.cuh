@@ -50,6 +50,7 @@ DEVICE void forward_task(const Problem& p, const ForwardResult& result, Index pa
       }
     }
     multiply_columns<false>(o, m, site.v(tile.key), part * kSimtTile, tile.some);
+    add_distances(o, m, site, query, tile.key, p.distance, p.value_columns(), part, tile.some);
   });
   const Rows out(result.out, site.b, site.h, query);
   for (int r = 0; r < 4; ++r) {

@@ -1,5 +1,5 @@
 // Forward mode in plain arithmetic, in one pass over the tiles from lse: p = exp(s - lse) and s_dot, then
-//   lse_dot = sum_j p s_dot,  out_dot = sum_j p (s_dot v + v_dot) - lse_dot out
+//   lse_dot = sum_j p s_dot,  out_dot = sum_j p (s_dot (v + b) + v_dot + b_dot) - lse_dot out
 // with the sink in lse_dot, and dropout between p and v. A block owns 64 queries and 64 columns of the values.
 #pragma once
 #include "kernels/cuda/simt_backward.cuh"
@@ -59,7 +59,11 @@ __global__ void __launch_bounds__(kSimtThreads)
       dot.compute(m, site, along, tile);
       move_weights(lse_dot, m, site, in, tile, dot);
       add_product<false>(out_dot, m, dot.s, site.v(tile.key), part, tile.some);
-      add_product<false>(out_dot, m, tile.s, site.keys_of(along.v, tile.key), part, tile.some);
+      add_distances(out_dot, m, site, query, tile.key, p.distance, p.value_columns(), part, tile.some);
+      put_weights(m, tile.s);
+      if (along.v.defined())
+        multiply_columns<false>(out_dot, m, site.keys_of(along.v, tile.key), part * kSimtTile, tile.some);
+      add_distances(out_dot, m, site, query, tile.key, along.distance, p.value_columns(), part, tile.some);
     });
     put_tangents(site, in, along, result, part, query, out_dot, lse_dot);
   }

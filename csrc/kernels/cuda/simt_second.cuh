@@ -1,7 +1,7 @@
 // The tangent of the backward pass, in plain arithmetic and by its own loops, for which the results then stand:
 //   p_dot = p (s_dot - lse_dot),  ds_dot = p_dot (dp - delta) + p (dp_dot - delta_dot),  and with x as in simt_tangents
 //   dx = softcap'(x) ds,  dx_dot = softcap'(x) ds_dot + softcap''(x) x_dot ds,
-//   dv_dot = p_dot' do + p' do_dot,  dk_dot = dx_dot' q + dx' q_dot,  dq_dot = dx_dot k + dx k_dot,
+//   dv_dot = p_dot' do + p' do_dot,  dk_dot = dx_dot' q + dx' q_dot,  dq_dot = dx_dot (k + a) + dx (k_dot + a_dot),
 //   grad_bias_dot = sum ds_dot, grad_sink_dot = -sum exp(sink - lse) ((sink_dot - lse_dot) delta + delta_dot).
 #pragma once
 #include "kernels/cuda/simt_backward.cuh"
@@ -76,12 +76,12 @@ struct SimtGradients<T, BackwardTangent> {
   DEVICE const SimtGradient<T>& result() const { return moved; }
   template <class F>
   DEVICE void each_term(const Problem& p, const BackwardInput& in, const BackwardTangent& along, F&& f) const {
-    f(moved, p.q, p.k, in.grad_out);
-    f(grad, along.of.q, along.of.k, along.grad_out);
+    f(moved, SimtFactors{p.q, p.k, in.grad_out, p.distance});
+    f(grad, SimtFactors{along.of.q, along.of.k, along.grad_out, along.of.distance});
   }
 
  private:
-  // dp_dot = do_dot v' + do v_dot'
+  // dp_dot = do_dot (v + b)' + do (v_dot + b_dot)'
   DEVICE void add_gradient_tangent(const SimtMemory<T>& m, const Site& site, const BackwardInput& in,
                                    const BackwardTangent& along, const SimtScores<T>& tile) {
     const Index width = site.of.value_width;
@@ -89,6 +89,9 @@ struct SimtGradients<T, BackwardTangent> {
       multiply_rows(moved.ds, m, site.queries_of(along.grad_out, tile.query), site.v(tile.key), width);
     if (along.of.v.defined())
       multiply_rows(moved.ds, m, site.queries_of(in.grad_out, tile.query), site.keys_of(along.of.v, tile.key), width);
+    const DistanceColumns columns = site.of.value_columns();
+    multiply_distances(moved.ds, m, site, tile.query, tile.key, along.grad_out, site.of.distance, columns);
+    multiply_distances(moved.ds, m, site, tile.query, tile.key, in.grad_out, along.of.distance, columns);
   }
 };
 

@@ -1,5 +1,5 @@
 // How scores move when the inputs move along their tangents. A dot marks a tangent:
-//   x_dot = scale (q_dot k' + q k_dot'),  s_dot = softcap'(x) x_dot + bias_dot
+//   x_dot = scale (q_dot (k + a)' + q (k_dot + a_dot)'),  s_dot = softcap'(x) x_dot + bias_dot + r_dot
 #pragma once
 #include "kernels/cuda/simt_tile.cuh"
 
@@ -17,14 +17,17 @@ struct SimtTangent {
     clear(x);
     if (along.q.defined()) multiply_rows(x, m, site.queries_of(along.q, tile.query), site.k(tile.key), p.width);
     if (along.k.defined()) multiply_rows(x, m, site.q(tile.query), site.keys_of(along.k, tile.key), p.width);
+    multiply_distances(x, m, site, tile.query, tile.key, along.q, p.distance, p.key_columns());
+    multiply_distances(x, m, site, tile.query, tile.key, p.q, along.distance, p.key_columns());
     const T factor = T(p.softcap > 0 ? p.scale / p.softcap : p.scale), unit = T(p.softcap > 0 ? p.softcap : 1);
     for (int r = 0; r < 4; ++r)
       for (int c = 0; c < 4; ++c) {
         x[r][c] *= factor;
         s[r][c] = unit * x[r][c] * tile.slope(r, c);
-        if (along.bias.defined() && tile.sees(m, r, c))
-          s[r][c] +=
-              load_element<T>(along.bias, site.offset_in(along.bias, tile.query + t.row(r), tile.key + t.column(c)));
+        if (!tile.sees(m, r, c)) continue;
+        const Index i = tile.query + t.row(r), j = tile.key + t.column(c);
+        if (along.bias.defined()) s[r][c] += load_element<T>(along.bias, site.offset_in(along.bias, i, j));
+        if (along.distance.defined()) s[r][c] += site.distances(along.distance, i, j).template get<T>(0, 0);
       }
   }
 };

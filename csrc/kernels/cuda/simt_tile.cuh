@@ -61,10 +61,10 @@ struct Place {
   int to;
 };
 
-template <class T, class PlaceOf>
+template <class T, int Count = SimtMemory<T>::kDepth * kSimtTile, class PlaceOf>
 DEVICE void stage(const Rows& from, PlaceOf&& place_of, const device::Shared<T>& to) {
   with_stored<T>(from.of->element, [&]<class E>(E*) {
-    for (int n = device::thread(); n < SimtMemory<T>::kDepth * kSimtTile; n += kSimtThreads) {
+    for (int n = device::thread(); n < Count; n += kSimtThreads) {
       const Place place = place_of(n);
       to[place.to] = convert<T>(from.at<E>(place.row, place.column));
     }
@@ -101,13 +101,46 @@ DEVICE void multiply_rows(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows
   }
 }
 
-// acc[r][c] += sum_n weights(row, n) x(n, first + column), or, Transposed, sum_n weights(n, row) x(n, first + column).
-// Hidden places may hold anything, and 0 times it is NaN: where some are, only visible pairs are multiplied.
-template <bool Transposed, class T>
-DEVICE void multiply_columns(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows& x, Index first, bool some) {
+constexpr int kDiagonals = 2 * kSimtTile - 1;  // of a tile: one for each of its distances
+
+// acc[r][c] += sum_d a(row, d) b(column - row + 63, first + d), for rows b by distance, from that of the tile's last
+// query and first key on.
+template <class T>
+DEVICE void multiply_diagonals(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows& a, const Rows& b, Index first,
+                               Index depth) {
+  constexpr int kDepth = SimtMemory<T>::kDepth / 2, kStride = SimtMemory<T>::kStride, kWide = 2 * kStride;
+  const SimtThread t;
+  for (Index from = 0; from < depth; from += kDepth) {
+    const auto place = [&](int n, Index column, int stride) {
+      return Place{n / kDepth, column + n % kDepth, n % kDepth * stride + n / kDepth};
+    };
+    device::sync_threads();
+    stage<T, kDepth * kSimtTile>(a, [&](int n) { return place(n, from, kStride); }, m.a);
+    stage<T, kDepth * kDiagonals>(b, [&](int n) { return place(n, first + from, kWide); }, m.b);
+    device::sync_threads();
+    each_slice<kDepth>(depth - from, [&](int d) {
+      T x[4], y[7];
+      for (int r = 0; r < 4; ++r) x[r] = m.a[d * kStride + t.row(r)];
+      for (int n = 0; n < 7; ++n) y[n] = m.b[d * kWide + t.tx - t.ty + 15 + 16 * n];
+      for (int r = 0; r < 4; ++r)
+        for (int c = 0; c < 4; ++c) acc[r][c] += x[r] * y[3 + c - r];
+    });
+  }
+}
+
+// A place of a tile of weights.
+struct Cell {
+  int query, key;
+};
+
+// acc[r][c] += sum_n weights(cell(row, n)) x(n, first + column) over the first rows of x. Hidden places may hold
+// anything, and 0 times it is NaN: where some are, only visible pairs are multiplied. Where cells may lie outside of
+// the tile's keys, those that do are left out.
+template <bool Outside, class T, class CellOf>
+DEVICE void multiply_cells(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows& x, int rows, Index first, bool some,
+                           CellOf&& cell_of) {
   constexpr int kDepth = SimtMemory<T>::kDepth, kStride = SimtMemory<T>::kStride;
   const SimtThread t;
-  const int rows = x.count < kSimtTile ? int(x.count) : kSimtTile;
   for (int from = 0; from < rows; from += kDepth) {
     device::sync_threads();
     stage(
@@ -121,9 +154,10 @@ DEVICE void multiply_columns(SimtValues<T>& acc, const SimtMemory<T>& m, const R
       T y[4];
       for (int c = 0; c < 4; ++c) y[c] = m.b[n * kStride + t.column(c)];
       for (int r = 0; r < 4; ++r) {
-        const int query = Transposed ? from + n : t.row(r), key = Transposed ? t.row(r) : from + n;
-        if (Some && !m.bit(m.visible, query, key)) continue;
-        const T w = m.weights[query * kStride + key];
+        const Cell cell = cell_of(t.row(r), from + n);
+        if (Outside && (cell.key < 0 || cell.key >= kSimtTile)) continue;
+        if (Some && !m.bit(m.visible, cell.query, cell.key)) continue;
+        const T w = m.weights[cell.query * kStride + cell.key];
         for (int c = 0; c < 4; ++c) acc[r][c] += w * y[c];
       }
     };
@@ -134,13 +168,35 @@ DEVICE void multiply_columns(SimtValues<T>& acc, const SimtMemory<T>& m, const R
   }
 }
 
-// Lays a thread's places where multiply_columns reads them.
+// The first rows of a tile, at most all of its.
+DEVICE int rows_in_tile(const Rows& x) {
+  return x.count < kSimtTile ? int(x.count) : kSimtTile;
+}
+
+// acc[r][c] += sum_n weights(row, n) x(n, first + column), or, Transposed, sum_n weights(n, row) x(n, first + column).
+template <bool Transposed, class T>
+DEVICE void multiply_columns(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows& x, Index first, bool some) {
+  multiply_cells<false>(acc, m, x, rows_in_tile(x), first, some,
+                        [](int own, int n) { return Transposed ? Cell{n, own} : Cell{own, n}; });
+}
+
+// Lays a thread's places where multiply_cells reads them.
 template <class T>
 DEVICE void put_weights(const SimtMemory<T>& m, const SimtValues<T>& x) {
   const SimtThread t;
   device::sync_threads();
   for (int r = 0; r < 4; ++r)
     for (int c = 0; c < 4; ++c) m.weights[t.row(r) * m.kStride + t.column(c)] = x[r][c];
+}
+
+// What is added to the score of a place, in log2 units.
+template <class T>
+DEVICE T added(const Site& site, Index i, Index j) {
+  const Problem& p = site.of;
+  T sum = 0;
+  if (p.bias.defined()) sum = in_log2_units(load_element<T>(p.bias, site.bias_offset(i, j)));
+  if (p.distance.defined()) sum = sum_of_biases(sum, site.template distance_bias<T>(i, j));
+  return sum;
 }
 
 // From a product to a score in log2 units, minus infinity where hidden, and the softcap's tanh.
@@ -158,7 +214,26 @@ DEVICE void finish_score(T& s, T& tanh, bool visible, const Site& site, Index i,
   } else {
     s *= T(p.scale * kLog2e<double>);
   }
-  if (p.bias.defined()) s += in_log2_units(load_element<T>(p.bias, site.bias_offset(i, j)));
+  if (p.adds()) s += added<T>(site, i, j);
+}
+
+// acc[r][c] += x(row) rows(column - row)', for columns of rows by distance beside a tile. Either tensor may be none.
+template <class T>
+DEVICE void multiply_distances(SimtValues<T>& acc, const SimtMemory<T>& m, const Site& site, Index query, Index key,
+                               const Tensor4& x, const Tensor4& distance, const DistanceColumns& columns) {
+  if (!x.defined() || !distance.defined()) return;
+  multiply_diagonals(acc, m, site.queries_of(x, query), site.distances(distance, query + kSimtTile - 1, key),
+                     columns.first, columns.count);
+}
+
+// acc[r][c] += sum_n weights(row, n) rows(n - row, column), for the 64 columns of a part. There may be none.
+template <class T>
+DEVICE void add_distances(SimtValues<T>& acc, const SimtMemory<T>& m, const Site& site, Index query, Index key,
+                          const Tensor4& distance, const DistanceColumns& columns, Index part, bool some) {
+  if (columns.count == 0 || !distance.defined()) return;
+  multiply_cells<true>(acc, m, site.distances(distance, query + kSimtTile - 1, key), kDiagonals,
+                       columns.first + part * kSimtTile, some,
+                       [](int own, int n) { return Cell{own, own + n - (kSimtTile - 1)}; });
 }
 
 // One tile of the score matrix as a thread holds it.
@@ -193,6 +268,7 @@ struct SimtScores {
     device::sync_threads();
     clear(s);
     multiply_rows(s, m, site.q(query), site.k(key), p.width);
+    multiply_distances(s, m, site, query, key, p.q, p.distance, p.key_columns());
     const SimtThread t;
     for (int r = 0; r < 4; ++r)
       for (int c = 0; c < 4; ++c)

@@ -34,7 +34,7 @@ struct SimtGradients<T, WeightGradient> : SimtGradients<T, Still> {
   }
   template <class F>
   DEVICE void each_term(const Problem& p, const BackwardInput& in, const WeightGradient&, F&& f) const {
-    f(grad, p.q, p.k, in.grad_out);
+    f(grad, SimtFactors{p.q, p.k, in.grad_out, p.distance});
   }
 };
 

@@ -29,8 +29,8 @@ struct SimtGradients<T, WeightGradientTangent> : SimtGradients<T, BackwardTangen
   }
   template <class F>
   DEVICE void each_term(const Problem& p, const BackwardInput& in, const WeightGradientTangent& along, F&& f) const {
-    f(moved, p.q, p.k, in.grad_out);
-    f(grad, along.of.q, along.of.k, in.grad_out);
+    f(moved, SimtFactors{p.q, p.k, in.grad_out, p.distance});
+    f(grad, SimtFactors{along.of.q, along.of.k, in.grad_out, along.of.distance});
   }
 };
 

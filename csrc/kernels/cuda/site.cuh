@@ -24,6 +24,16 @@ DEVICE T in_log2_units(T x) {
   return scaled < -limit ? -limit : scaled > limit ? limit : scaled;
 }
 
+// Of a bias and one by distance in log2 units: finite ones stay finite in sum, and either one's minus infinity hides
+// the place.
+template <class T>
+DEVICE T sum_of_biases(T a, T b) {
+  constexpr T limit = std::numeric_limits<T>::max();
+  const T sum = a + b, largest = sum < -limit ? -limit : sum > limit ? limit : sum;
+  if (a == -kInfinity<T> || b == -kInfinity<T>) return -kInfinity<T>;
+  return a - a == 0 && b - b == 0 ? largest : sum;  // both finite
+}
+
 // Calls f with a null pointer of the stored type, one of those that are computed in T.
 template <class T, class F>
 DEVICE void with_stored(Element element, F&& f) {
@@ -73,10 +83,11 @@ struct Rows {
   DEVICE const E* pointer(Index row, Index column) const {
     return static_cast<const E*>(of->data) + offset + row * of->strides[2] + column * of->strides[3];
   }
-  // Rows and columns past the last are zero.
+  // Rows before the first, and rows and columns past the last, are zero.
   template <class E>
   DEVICE E at(Index row, Index column) const {
-    return row < count && column < of->sizes[3] ? device::load(pointer<E>(row, column)) : E{};
+    const bool there = row < count && row >= count - of->sizes[2] && column < of->sizes[3];
+    return there ? device::load(pointer<E>(row, column)) : E{};
   }
   // In the type of computation; `row` is one of them.
   template <class T>
@@ -120,33 +131,60 @@ struct Site {
     Tile tile{nullptr, int(last_row - row + 1), int32_t(row), int32_t(last_row), int32_t(key), int32_t(last_key)};
     if (of.true_rows) choose_rows(tile, row);
     const Cover cover = of.mask.cover(b, true_head(), tile);
+    if (cover != Cover::all) return cover;
     // A bias may hide places; a tile that sticks out has places that are none.
     const bool pure = !(asks_bias && of.bias.defined()) && row + rows <= of.queries && key + keys <= of.keys;
-    return cover == Cover::all && !pure ? Cover::some : cover;
+    return pure && !distances_hide(row + rows - 1, key, rows + keys - 1) ? Cover::all : Cover::some;
   }
 
   DEVICE Index offset_in(const Tensor4& x, Index i, Index j) const {
     return b * x.strides[0] + h * x.strides[1] + i * x.strides[2] + j * x.strides[3];
   }
   DEVICE Index bias_offset(Index i, Index j) const { return offset_in(of.bias, i, j); }
+  // Of row i and key j in a table by distance; and its rows from there on.
+  DEVICE Index distance_offset(Index i, Index j) const {
+    return b * of.distance.strides[0] + h * of.distance.strides[1] + (j - i + of.queries - 1) * of.distance.strides[2];
+  }
+  template <class T>
+  DEVICE T distance_bias(Index i, Index j) const {  // in log2 units
+    return in_log2_units(device::load(static_cast<const T*>(of.distance.data) + distance_offset(i, j)));
+  }
+  DEVICE Rows distances(const Tensor4& x, Index i, Index j) const { return {x, b, h, j - i + of.queries - 1}; }
 
   // Bit n: whether row i and key j + n are there and visible. A bias of minus infinity hides its place.
   DEVICE_APART uint32_t visible(Index i, Index j) const {
     if (i >= of.queries || j >= of.keys) return 0;
     const int count = of.keys - j < 32 ? int(of.keys - j) : 32;
     uint32_t bits = of.mask.visible(b, true_head(), true_row(i), int32_t(j), count);
-    if (asks_bias && of.bias.defined())
-      with_element(of.bias.element, [&]<class E>(E*) {
-        const E* bias = static_cast<const E*>(of.bias.data) + bias_offset(i, j);
-        for (int n = 0; n < count; ++n)
-          if (convert<double>(device::load(bias + n * of.bias.strides[3])) == -kInfinity<double>) bits &= ~(1u << n);
-      });
+    if (asks_bias && of.bias.defined()) bits &= ~hidden_by(of.bias, bias_offset(i, j), of.bias.strides[3], count);
+    if (asks_bias && of.distance.defined())
+      bits &= ~hidden_by(of.distance, distance_offset(i, j), of.distance.strides[2], count);
     return bits;
   }
 
   DEVICE DropoutStream dropout() const { return of.dropout.on() ? of.dropout.stream(b, h) : DropoutStream{}; }
 
  private:
+  // Bit n: whether element n of a bias, `step` apart, is minus infinity.
+  static DEVICE uint32_t hidden_by(const Tensor4& bias, Index offset, Index step, int count) {
+    uint32_t bits = 0;
+    with_element(bias.element, [&]<class E>(E*) {
+      const E* data = static_cast<const E*>(bias.data) + offset;
+      for (int n = 0; n < count; ++n)
+        bits |= uint32_t(convert<double>(device::load(data + n * step)) == -kInfinity<double>) << n;
+    });
+    return bits;
+  }
+  // Whether any of `count` biases by distance, from that of row i and key j on, is minus infinity.
+  DEVICE bool distances_hide(Index i, Index j, Index count) const {
+    if (!asks_bias || !of.distance.defined()) return false;
+    for (Index n = 0; n < count; n += 32)
+      if (hidden_by(of.distance, distance_offset(i, j + n), of.distance.strides[2],
+                    count - n < 32 ? int(count - n) : 32))
+        return true;
+    return false;
+  }
+
   DEVICE Index true_head() const { return of.true_heads ? device::load(of.true_heads + h) : h; }
   DEVICE int32_t true_row(Index i) const { return of.true_rows ? device::load(of.true_rows + i) : int32_t(i); }
   DEVICE void choose_rows(Tile& tile, Index row) const {

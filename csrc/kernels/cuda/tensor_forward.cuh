@@ -127,8 +127,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if (!walk.done()) fetch(walk.tile(), stage ^ 1);
     device::commit_copies();
     fill_tile_bits<S::kThreads>(memory, tile, stream, S::kOwn, S::kStep);
-    if (inexact && (tile.some || p.bias.defined()))
-      check_finite<E, S::kThreads>(memory.v(stage), S::kStepBytes, inexact);
+    if (inexact && (tile.some || p.adds())) check_finite<E, S::kThreads>(memory.v(stage), S::kStepBytes, inexact);
 
     float s[M][N][4];
     clear(s);

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if (!walk.done()) fetch(walk.tile(), stage ^ 1);
     device::commit_copies();
     fill_tile_bits<S::kThreads>(memory, tile, stream, S::kStep, S::kOwn);
-    if (in.inexact && (tile.some || p.bias.defined()))
+    if (in.inexact && (tile.some || p.adds()))
       check_finite<E, S::kThreads>(memory.stage(stage, 0), 2 * S::kStepBytes, in.inexact);
 
     float s[M][N][4], dp[M][N][4];  // rows are keys, columns are queries

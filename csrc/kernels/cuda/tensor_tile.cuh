@@ -243,16 +243,19 @@ DEVICE float score_unit(const Problem& p) {
   return S::kExtra ? 1 : float(p.scale * kLog2e<double>);
 }
 
-// hidden(m, n, e) is told where a bias of minus infinity hides a place.
+// A bias of type B, one by distance, or both. hidden(m, n, e) is told where minus infinity hides a place.
 template <bool Transposed, class B, int M, int N, class Hidden>
 DEVICE void add_bias(float (&s)[M][N][4], const TensorTile& tile, Hidden&& hidden) {
   const Problem& p = tile.site.of;
+  const auto bias = [&](Index i, Index j) {
+    return p.bias.defined() ? float(device::load(static_cast<const B*>(p.bias.data) + tile.site.bias_offset(i, j))) : 0;
+  };
   each_element<M, N>([&](int m, int n, int e) {
     int i, j;
     tile.place<Transposed>(m, n, e, i, j);
     if (i >= p.queries || j >= p.keys) return;
-    const float x =
-        in_log2_units(float(device::load(static_cast<const B*>(p.bias.data) + tile.site.bias_offset(i, j))));
+    float x = in_log2_units(bias(i, j));
+    if (p.distance.defined()) x = sum_of_biases(x, tile.site.distance_bias<float>(i, j));
     if (x == -kInfinity<float>) {
       s[m][n][e] = x;
       hidden(m, n, e);
@@ -274,7 +277,7 @@ DEVICE void finish_scores(float (&s)[M][N][4], float (&slope)[M][N][4], const Te
     });
   else
     each_element<M, N>([&](int m, int n, int e) { s[m][n][e] *= float(p.scale * kLog2e<double>); });
-  if (!p.bias.defined()) return;
+  if (!p.adds()) return;
   if (p.bias.element == Element::float32)
     add_bias<Transposed, float>(s, tile, hidden);
   else
