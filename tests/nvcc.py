@@ -19,7 +19,6 @@ from collections.abc import Iterator
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CUDA = runpy.run_path(str(ROOT / "attention_ops" / "_cuda.py"))  # the package may not be built yet
 FILES = tuple(sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
-ARCHITECTURES = ("sm_80", "sm_90")
 
 
 @functools.cache
@@ -103,12 +102,9 @@ def main() -> None:
         print(missing())
         sys.exit(missing() is None)
     for file in FILES:
-        for architecture in ARCHITECTURES:
-            for kernel in kernels(file, architecture):
-                spilled = f", {kernel.spilled} bytes spilled" if kernel.spilled else ""
-                print(
-                    f"{architecture} {kernel.threads:4} threads {kernel.registers:3} registers{spilled}: {kernel.name}"
-                )
+        for kernel in kernels(file, "sm_80"):
+            takes = f"{kernel.threads:4} threads, {kernel.registers:3} registers, {kernel.spilled:4} bytes spilled"
+            print(f"{takes}: {kernel.name}")
 
 
 if __name__ == "__main__":
