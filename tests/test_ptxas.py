@@ -32,7 +32,7 @@ def test_what_tiles_on_tensor_cores_spill(file):
         assert kernel.spilled <= SPILLED.get(shape(kernel), 0), kernel
 
 
-@pytest.mark.parametrize("file", TENSOR)
+@pytest.mark.parametrize("file", [*TENSOR, "simt"])
 def test_a_block_finds_its_registers(file):
     """They are given out to warps in units of 256, which is 8 for each thread."""
     kernels = nvcc.kernels(file, "sm_80")
