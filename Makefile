@@ -28,7 +28,7 @@ export PYTHONPATH := $(CURDIR)
 
 CPP = $(shell find csrc tests benchmarks examples -name '*.h' -o -name '*.cpp' -o -name '*.c' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: help demo test sanitize cross lint format bench build clean environment
+.PHONY: help demo test sanitize cross kernels mutate lint format bench build clean environment
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -60,6 +60,13 @@ sanitize:  ## run the CPU kernels under the address and undefined-behaviour sani
 
 cross:  ## run the CPU kernels for aarch64 (NEON) under an emulator; needs g++-aarch64-linux-gnu and qemu-user
 	$(MAKE) -C tests/sanitize cross BUILD=$(CURDIR)/build/sanitize
+
+kernels: environment  ## compile the CUDA kernels with nvcc for compute capability 8.0, and say what each takes
+	$(PY) tests/nvcc.py
+
+mutate: build  ## plant faults in the CUDA kernels, one at a time, and see that the tests find each (half an hour)
+	$(PIP) $(TEST_NEEDS)
+	$(PY) tests/gpu_model/mutate.py $(MUTATE)
 
 bench: build  ## measure against torch; tables and a picture in build/benchmarks
 	$(PIP) $(DEMO_NEEDS)

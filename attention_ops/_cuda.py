@@ -10,6 +10,8 @@ import typing
 
 # Binary code for each, and PTX of the last, which the driver compiles for later ones.
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+# Kernels call the constexpr functions of the standard library: minimum, maximum, limits.
+COMMON_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Icsrc")
 
 
 class Toolkit(typing.NamedTuple):
@@ -79,9 +81,7 @@ def flags(names: list[str]) -> tuple[str, ...]:
         code.append(f"-gencode=arch=compute_{number},code=sm_{number}")
         if name.endswith("+PTX"):
             code.append(f"-gencode=arch=compute_{number},code=compute_{number}")
-    # Kernels call the constexpr functions of the standard library: minimum, maximum, limits.
-    ours = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v")
-    return (*ours, *code, "-Icsrc")
+    return (*COMMON_FLAGS, "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v", *code)
 
 
 def libraries(root: str) -> tuple[str, ...]:

@@ -21,10 +21,15 @@ BACKENDS = ("cpu", "cuda-model", "cuda")
 HAS_GPU = torch.cuda.is_available() and not attention_ops.build_info()["cuda"].startswith("not built")
 
 
+def library() -> pathlib.Path:
+    """Of the model."""
+    return ROOT / "build" / f"gpu_model-{torch.__version__}" / "libgpu_model.so"
+
+
 @functools.cache
 def model():
     """The model's operators; its library is built where it is not up to date."""
-    folder = ROOT / "build" / f"gpu_model-{torch.__version__}"
+    folder = library().parent
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may run tests
@@ -32,15 +37,17 @@ def model():
         command = ["make", "-s", jobs, "-C", ROOT / "tests" / "gpu_model", f"BUILD={folder}", f"PY={sys.executable}"]
         done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
-    torch.ops.load_library(folder / "libgpu_model.so")
+    torch.ops.load_library(library())
     return torch.ops.attention_ops_gpu_model
 
 
 @contextlib.contextmanager
-def on_model(lanes: int = 0, blocks: int = 0, seed: int = 1, late_copies: bool = True) -> Iterator[None]:
-    """CPU tensors go through the CUDA kernels; what the model finds is an error."""
+def on_model(
+    lanes: int = 0, blocks: int = 0, seed: int = 1, late_copies: bool = True, ptx: bool = False
+) -> Iterator[None]:
+    """CPU tensors go through the CUDA kernels, or their PTX if some is loaded; what the model finds is an error."""
     ops = model()
-    ops.set_options(lanes, blocks, seed, late_copies)
+    ops.set_options(lanes, blocks, seed, late_copies, ptx)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Overriding a previously registered kernel.*")
         ops.use(True)

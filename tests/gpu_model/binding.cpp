@@ -6,6 +6,7 @@
 #include "cuda/operators.h"
 #include "model.h"
 #include "plants.h"
+#include "ptx/ptx.h"
 
 namespace attention_ops {
 namespace {
@@ -20,8 +21,9 @@ void use(bool on) {
 }
 
 // Schedules: 0 forward, 1 reverse, 2 shuffled.
-void set_options(int64_t lanes, int64_t blocks, int64_t seed, bool late_copies) {
-  gpu_model::options() = {gpu_model::Order(lanes), gpu_model::Order(blocks), static_cast<uint64_t>(seed), late_copies};
+void set_options(int64_t lanes, int64_t blocks, int64_t seed, bool late_copies, bool ptx) {
+  gpu_model::options() = {gpu_model::Order(lanes), gpu_model::Order(blocks), static_cast<uint64_t>(seed), late_copies,
+                          ptx};
 }
 
 std::vector<int64_t> take_counters() {
@@ -35,7 +37,8 @@ int64_t take_loads() {
 
 TORCH_LIBRARY(attention_ops_gpu_model, m) {
   m.def("use(bool on) -> ()", use);
-  m.def("set_options(int lanes, int blocks, int seed, bool late_copies) -> ()", set_options);
+  m.def("set_options(int lanes, int blocks, int seed, bool late_copies, bool ptx=False) -> ()", set_options);
+  m.def("load_ptx(str[] modules, str[] names, int[] offsets) -> ()", gpu_model::ptx::load);
   m.def("take_counters() -> int[]", take_counters);
   m.def("take_loads() -> int", take_loads);
   m.def("take_findings() -> str[]", gpu_model::take_findings);

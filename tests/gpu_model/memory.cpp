@@ -118,7 +118,7 @@ void copy16(uint32_t to, const void* from, bool valid, Line line) {
   if (!fits_shared(to, 16, me, line, "copy")) return;
   if (valid) {
     if (reinterpret_cast<uintptr_t>(from) % 16) report("misaligned", line, me.name() + ": source of a copy");
-    check_global(from, 16, Global::read, line);
+    valid = check_global(from, 16, Global::read, line);
   }
   note_write(to, 16, me, line, Write::copy_begins);
   std::memset(&current->memory[to], 0xff, 16);  // NaN until it lands
@@ -166,8 +166,8 @@ void end_watch() {
   regions().clear();
 }
 
-void check_global(const void* p, int bytes, Global how, Line line) {
-  const std::string me = current->now->name();
+bool check_global(const void* p, int bytes, Global how, Line line) {
+  const Lane& me = *current->now;
   if (how == Global::read) ++counters().loads;
   bool readable = false;
   for (Region& r : regions()) {
@@ -181,18 +181,20 @@ void check_global(const void* p, int bytes, Global how, Line line) {
     for (size_t n = first; n < first + std::max<size_t>(bytes / r.element, 1); ++n) {
       uint64_t& writer = r.writer[n];
       if (how == Global::read && writer == 0 && r.access == Access::write)
-        report("global-never-written", line, me + " reads " + r.name);
+        report("global-never-written", line, me.name() + " reads " + r.name);
       const bool same_launch = writer != 0 && writer != kAtomic && writer >> 32 == mine >> 32;
       if (how != Global::atomic && same_launch && writer != mine)
         report("global-race", line, r.name + ": two blocks of one launch at element " + std::to_string(n));
       if (how != Global::read) writer = mine;
     }
-    return;
+    return true;
   }
   if (!readable)
-    report("global-out-of-bounds", line, me + (how == Global::read ? " reads" : " writes") + " outside every tensor");
+    report("global-out-of-bounds", line,
+           me.name() + (how == Global::read ? " reads" : " writes") + " outside every tensor");
   else if (how != Global::read)
-    report("write-to-input", line, me + " writes what is only to be read");
+    report("write-to-input", line, me.name() + " writes what is only to be read");
+  return readable && how == Global::read;
 }
 
 void count_passes(const uint32_t (&addresses)[32], uint32_t lanes, int bytes) {

@@ -3,13 +3,20 @@
 #pragma once
 #include <cstdint>
 #include <functional>
-#include <source_location>
+#include <span>
 #include <string>
 #include <vector>
 
 namespace gpu_model {
 
-using Line = std::source_location;  // where in the kernels' source an operation was issued
+// Where in the kernels' source an operation was issued.
+struct Line {
+  const char* file;
+  unsigned line;
+  static constexpr Line current(const char* file = __builtin_FILE(), unsigned line = __builtin_LINE()) {
+    return {file, line};
+  }
+};
 
 enum class Order { forward, reverse, shuffled };
 struct Options {
@@ -17,6 +24,7 @@ struct Options {
   Order blocks = Order::forward;
   uint64_t seed = 1;
   bool late_copies = true;  // asynchronous copies land when they are waited for, or at once
+  bool ptx = false;         // runs the PTX of the kernels instead of their source
 };
 
 // Accesses of whole warps: passes over shared memory, and the fewest that would do. Loads of global memory by threads.
@@ -38,7 +46,13 @@ bool is_watched(const void* data);
 // Ends the watch of everything, and reports elements that should have been written and were not.
 void end_watch();
 
-void launch(int64_t blocks, int threads, int shared_bytes, const std::function<void()>& kernel);
+// A kernel with the values of its parameters: to be called here, and as a GPU gets it.
+struct Kernel {
+  std::function<void()> call;
+  const void* address = nullptr;
+  std::vector<std::span<const unsigned char>> parameters;
+};
+void launch(int64_t blocks, int threads, int shared_bytes, const Kernel& kernel);
 
 // --- called from kernels, through device.h ---
 int thread();
@@ -56,6 +70,7 @@ void wait_for_copies();
 void load_matrices(uint32_t (&r)[4], uint32_t address, bool transposed, Line);
 void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float (*widen)(uint16_t), Line);
 enum class Global { read, write, atomic };
-void check_global(const void* p, int bytes, Global, Line);
+// Whether the bytes may be touched.
+bool check_global(const void* p, int bytes, Global, Line);
 
 }  // namespace gpu_model

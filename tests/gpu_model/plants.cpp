@@ -139,7 +139,7 @@ void run_plant(const std::string& name, bool right) {
   Arrays g;
   watch("in", g.in, sizeof g.in, 4, Access::read);
   watch("out", g.out, kThreads * 4, 4, Access::write);
-  launch(name == "global-race" ? 2 : 1, kThreads, 4096, [&] { kPlants.at(name)(g, right); });
+  launch(name == "global-race" ? 2 : 1, kThreads, 4096, {[&] { kPlants.at(name)(g, right); }, nullptr, {}});
   end_watch();
 }
 

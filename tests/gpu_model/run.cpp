@@ -6,6 +6,7 @@
 #include <map>
 #include <utility>
 
+#include "ptx/ptx.h"
 #include "state.h"
 
 #if defined(__x86_64__)
@@ -46,15 +47,15 @@ struct Findings {
   std::vector<std::string> texts;
   std::map<std::pair<std::string, std::string>, int> seen;
 };
+// The block that runs, for as long as this lives.
+struct Current {
+  explicit Current(Block* b) { current = b; }
+  ~Current() { current = nullptr; }
+};
+
 Findings& findings() {
   static Findings all;
   return all;
-}
-
-uint64_t next_random() {
-  uint64_t& s = current->random;
-  s ^= s << 13, s ^= s >> 7, s ^= s << 17;
-  return s;
 }
 
 Lane* pick_shuffled() {
@@ -109,11 +110,10 @@ void wait_in(State state, Line line) {
 
 // What every fiber runs.
 void entry() {
-  (*current->kernel)();
+  current->kernel->call();
   Block& b = *current;
   Lane& me = *b.now;
-  for (const auto* copies : {&me.open, &me.committed})
-    for (const Copy& copy : *copies) report("copy-never-waited", copy.line, me.name() + " ends with a copy in flight");
+  end_lane(me);
   me.state = State::done;
   ++b.done;
   b.warp().ready &= ~(1u << me.lane()), b.warp().live &= ~(1u << me.lane());
@@ -121,21 +121,26 @@ void entry() {
   std::abort();
 }
 
-void start_block(Block& b, int64_t number) {
+void clear_block(Block& b, int64_t number) {
   b.number = number, b.epoch = 1, b.waiting = b.done = 0, b.now = nullptr, b.aborted = false;
   std::fill(b.memory.begin(), b.memory.end(), 0xff);
   std::fill(b.cells.begin(), b.cells.end(), Cell{});
   b.warps.assign(b.warps.size(), Warp{});
   for (auto& lane : b.lanes) {
     lane->open.clear(), lane->committed.clear();
-    lane->fiber.start(lane->stack.get() + lane->number % 64 * 64, kStack, entry);  // staggered, for the caches' sake
     Warp& w = b.warps[lane->warp()];
     w.present |= 1u << lane->lane(), w.live = w.present;
+  }
+}
+
+void start_fibers(Block& b) {
+  for (auto& lane : b.lanes) {
+    lane->fiber.start(lane->stack.get() + lane->number % 64 * 64, kStack, entry);  // staggered, for the caches' sake
     make_ready(*lane);
   }
 }
 
-void run_block(Block& b) {
+void run_fibers(Block& b) {
   while (!b.aborted && b.done < b.threads) {
     Lane* next = pick();
     if (!next) {
@@ -168,8 +173,8 @@ Counters& counters() {
 }
 
 std::string place(Line line) {
-  const char* name = std::strrchr(line.file_name(), '/');
-  return std::string(name ? name + 1 : line.file_name()) + ":" + std::to_string(line.line());
+  const char* name = std::strrchr(line.file, '/');
+  return std::string(name ? name + 1 : line.file) + ":" + std::to_string(line.line);
 }
 
 void report(const char* kind, Line line, const std::string& text) {
@@ -187,7 +192,19 @@ void abort_block() {
   std::abort();
 }
 
-void launch(int64_t blocks, int threads, int shared_bytes, const std::function<void()>& kernel) {
+uint64_t next_random() {
+  uint64_t& s = current->random;
+  s ^= s << 13, s ^= s >> 7, s ^= s << 17;
+  return s;
+}
+
+void end_lane(Lane& lane) {
+  for (const auto* copies : {&lane.open, &lane.committed})
+    for (const Copy& copy : *copies)
+      report("copy-never-waited", copy.line, lane.name() + " ends with a copy in flight");
+}
+
+void launch(int64_t blocks, int threads, int shared_bytes, const Kernel& kernel) {
   static uint64_t launches = 0;
   Block b{};
   b.launch = ++launches;
@@ -202,11 +219,13 @@ void launch(int64_t blocks, int threads, int shared_bytes, const std::function<v
   }
   std::vector<int64_t> order(blocks);
   for (int64_t n = 0; n < blocks; ++n) order[n] = options().blocks == Order::reverse ? blocks - 1 - n : n;
-  current = &b;
+  const Current here(&b);
   if (options().blocks == Order::shuffled)
     for (int64_t n = blocks; n > 1; --n) std::swap(order[n - 1], order[next_random() % n]);
-  for (const int64_t number : order) start_block(b, number), run_block(b);
-  current = nullptr;
+  for (const int64_t number : order) {
+    clear_block(b, number);
+    options().ptx ? ptx::run_block(b) : (start_fibers(b), run_fibers(b));
+  }
   for (auto& lane : b.lanes) spare_stacks().push_back(std::move(lane->stack));
 }
 
@@ -228,7 +247,7 @@ void sync_threads(Line line) {
     abort_block();
   }
   for (const auto& lane : b.lanes)
-    if (lane->state == State::at_barrier && lane->at.line() != line.line()) {
+    if (lane->state == State::at_barrier && lane->at.line != line.line) {
       report("divergent-barrier", line, me.name() + " is here while " + lane->name() + " waits at " + place(lane->at));
       abort_block();
     }
@@ -250,7 +269,7 @@ void meet(const char* what, void* slot, Line line, const std::function<void(Meet
   Meeting& meeting = w.meeting;
   if (meeting.arrived == 0) {
     meeting.what = what, meeting.line = line;
-  } else if (meeting.line.line() != line.line() || std::strcmp(meeting.what, what) != 0) {
+  } else if (meeting.line.line != line.line || std::strcmp(meeting.what, what) != 0) {
     report("divergent-warp", line,
            me.name() + " is in " + what + " while its warp waits in " + meeting.what + " at " + place(meeting.line));
     abort_block();

@@ -65,7 +65,7 @@ struct Block {
   std::vector<Cell> cells;
   Lane* now = nullptr;
   Fiber main;
-  const std::function<void()>* kernel = nullptr;
+  const Kernel* kernel = nullptr;
 
   Lane& lane(int warp, int lane) { return *lanes[size_t(warp) * 32 + lane]; }
   Warp& warp() { return warps[now->warp()]; }
@@ -74,11 +74,23 @@ struct Block {
 extern thread_local Block* current;
 
 std::string place(Line line);
+uint64_t next_random();  // from the options' seed
 [[noreturn]] void abort_block();
 void land_copies(Lane& lane);
 bool fits_shared(uint32_t address, int bytes, const Lane& lane, Line line, const char* what);
 void note_read(uint32_t address, int bytes, const Lane& lane, Line line);
 void count_passes(const uint32_t (&addresses)[32], uint32_t lanes, int bytes);
+
+// What a lane leaves behind.
+void end_lane(Lane& lane);
+
+// ldmatrix.x4 and mma.sync.m16n8k16 of the warp that runs, each lane's registers in a row.
+void load_matrices_of_warp(uint32_t (&out)[32][4], const uint32_t (&addresses)[32], bool transposed, Line line);
+struct WarpProduct {
+  uint32_t a[32][4], b[32][2];
+  float d[32][4];
+  void multiply_add(float (*widen)(uint16_t));
+};
 
 // Waits until every lane of the warp is here, then runs `run(meeting)` once.
 void meet(const char* what, void* slot, Line line, const std::function<void(Meeting&)>& run);

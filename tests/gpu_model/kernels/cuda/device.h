@@ -85,20 +85,17 @@ inline uint32_t shared_address(int first_byte) {
 
 template <class E>
 E load(const E* p, Line line = Line::current()) {
-  gpu_model::check_global(p, sizeof(E), gpu_model::Global::read, line);
-  return *p;
+  return gpu_model::check_global(p, sizeof(E), gpu_model::Global::read, line) ? *p : E{};
 }
 template <class E>
 void store(E* p, E x, Line line = Line::current()) {
-  gpu_model::check_global(p, sizeof(E), gpu_model::Global::write, line);
-  *p = x;
+  if (gpu_model::check_global(p, sizeof(E), gpu_model::Global::write, line)) *p = x;
 }
 inline void store16(void* p, Chunk x, Line line = Line::current()) {
   store(static_cast<Chunk*>(p), x, line);
 }
 inline void raise(int* flag, Line line = Line::current()) {
-  gpu_model::check_global(flag, sizeof *flag, gpu_model::Global::atomic, line);
-  *flag = 1;
+  if (gpu_model::check_global(flag, sizeof *flag, gpu_model::Global::atomic, line)) *flag = 1;
 }
 
 inline void store_shared(uint32_t address, uint32_t x, Line line = Line::current()) {
@@ -167,7 +164,9 @@ inline int shared_memory_limit() {
 template <class... Parameters>
 void launch(void (*kernel)(Parameters...), Index blocks, int threads, int shared_bytes, void*,
             const std::type_identity_t<Parameters>&... parameters) {
-  gpu_model::launch(blocks, threads, shared_bytes, [&] { kernel(parameters...); });
+  const auto bytes = [](const auto& x) { return std::span(reinterpret_cast<const unsigned char*>(&x), sizeof x); };
+  gpu_model::launch(blocks, threads, shared_bytes,
+                    {[&] { kernel(parameters...); }, reinterpret_cast<const void*>(kernel), {bytes(parameters)...}});
 }
 
 }  // namespace attention_ops::device

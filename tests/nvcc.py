@@ -1,0 +1,111 @@
+"""What nvcc makes of the CUDA kernels, where it is installed: their PTX, and what its assembler says of them.
+
+python tests/nvcc.py              compiles all kernels and says what each takes
+python tests/nvcc.py --missing    says why that cannot be done, or fails where it can
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CUDA = runpy.run_path(str(ROOT / "attention_ops" / "_cuda.py"))  # the package may not be built yet
+FILES = tuple(sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why the kernels cannot be compiled."""
+    root = CUDA["find_root"]()
+    if root is None:
+        return "no nvcc on PATH and none in CUDA_HOME"
+    version = CUDA["version_of"](root)
+    return f"nvcc {version} is older than 12, the first with C++20" if int(version.split(".")[0]) < 12 else None
+
+
+def tool(name: str) -> pathlib.Path:
+    return pathlib.Path(CUDA["find_root"]()) / "bin" / name
+
+
+@functools.cache
+def folder() -> pathlib.Path:
+    """Where results are kept: one folder for each state of the sources and of the compiler."""
+    state = hashlib.sha256(subprocess.run([tool("nvcc"), "--version"], capture_output=True, check=True).stdout)
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.suffix in (".h", ".cuh", ".cu") and {"cuda", "kernels"} & set(path.parts):
+            state.update(path.read_bytes())
+    return ROOT / "build" / "nvcc" / state.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Several processes may run tests."""
+    folder().mkdir(parents=True, exist_ok=True)
+    with open(folder() / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def run(*command: object) -> str:
+    done = subprocess.run([str(x) for x in command], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]}: {done.stderr[-5000:]}")
+    return done.stdout + done.stderr
+
+
+def ptx(file: str) -> pathlib.Path:
+    """The PTX of a file of csrc/cuda for compute capability 8.0, with the lines of its source."""
+    result = folder() / f"{file}.ptx"
+    with alone():
+        if not result.exists():
+            partly = result.with_suffix(".part")
+            source = f"csrc/cuda/{file}.cu"
+            run(tool("nvcc"), *CUDA["COMMON_FLAGS"], "-arch=compute_80", "-lineinfo", "-ptx", source, "-o", partly)
+            partly.rename(result)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    name: str
+    threads: int  # of a block, at most
+    registers: int
+    spilled: int  # bytes
+
+
+def kernels(file: str, architecture: str) -> list[Kernel]:
+    """What the assembler says of the kernels of a file."""
+    source = ptx(file)
+    log = source.with_suffix(f".{architecture}.log")
+    with alone():
+        if not log.exists():
+            log.write_text(run(tool("ptxas"), "-v", f"-arch={architecture}", source, "-o", "/dev/null"))
+    threads = dict(re.findall(r"\.entry (\w+)\([^)]*\)\s*\.maxntid (\d+)", source.read_text()))
+    said = re.findall(
+        r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        log.read_text(),
+        re.S,
+    )
+    return [Kernel(name, int(threads[name]), int(used), int(stores) + int(loads)) for name, stores, loads, used in said]
+
+
+def main() -> None:
+    if "--missing" in sys.argv:
+        print(missing())
+        sys.exit(missing() is None)
+    for file in FILES:
+        for kernel in kernels(file, "sm_80"):
+            takes = f"{kernel.threads:4} threads, {kernel.registers:3} registers, {kernel.spilled:4} bytes spilled"
+            print(f"{takes}: {kernel.name}")
+
+
+if __name__ == "__main__":
+    main()
