@@ -27,8 +27,13 @@ def missing() -> str | None:
     root = CUDA["find_root"]()
     if root is None:
         return "no nvcc on PATH and none in CUDA_HOME"
-    version = CUDA["version_of"](root)
+    version = release()
     return f"nvcc {version} is older than 12, the first with C++20" if int(version.split(".")[0]) < 12 else None
+
+
+def release() -> str | None:
+    root = CUDA["find_root"]()
+    return CUDA["version_of"](root) if root else None
 
 
 def tool(name: str) -> pathlib.Path:

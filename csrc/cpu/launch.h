@@ -182,8 +182,9 @@ class Loaded {
 
   // Padded where products of pairs read them.
   static Operand<E> keys_of(const Tensor& x, const Attention& a, Place place) {
-    return kPaired<Q> ? Operand<E>::padded(x)
-                      : Operand<E>::packed(x, a.query.size(2) * a.query.size(1) / std::max<Index>(a.key.size(1), 1), place);
+    return kPaired<Q>
+               ? Operand<E>::padded(x)
+               : Operand<E>::packed(x, a.query.size(2) * a.query.size(1) / std::max<Index>(a.key.size(1), 1), place);
   }
 
   Matrices<const E> key() const { return key_.view(); }
