@@ -4,11 +4,13 @@ python tests/nvcc.py              compiles all kernels and says what each takes
 python tests/nvcc.py --missing    says why that cannot be done, or fails where it can
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
 import functools
 import hashlib
+import os
 import pathlib
 import re
 import runpy
@@ -51,10 +53,10 @@ def folder() -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Several processes may run tests."""
+def alone(file: str) -> Iterator[None]:
+    """With a file of csrc/cuda: several processes and threads may want it."""
     folder().mkdir(parents=True, exist_ok=True)
-    with open(folder() / "lock", "w") as lock:
+    with open(folder() / f"{file}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -69,7 +71,7 @@ def run(*command: object) -> str:
 def ptx(file: str) -> pathlib.Path:
     """The PTX of a file of csrc/cuda for compute capability 8.0, with the lines of its source."""
     result = folder() / f"{file}.ptx"
-    with alone():
+    with alone(file):
         if not result.exists():
             partly = result.with_suffix(".part")
             source = f"csrc/cuda/{file}.cu"
@@ -90,7 +92,7 @@ def kernels(file: str, architecture: str) -> list[Kernel]:
     """What the assembler says of the kernels of a file."""
     source = ptx(file)
     log = source.with_suffix(f".{architecture}.log")
-    with alone():
+    with alone(file):
         if not log.exists():
             log.write_text(run(tool("ptxas"), "-v", f"-arch={architecture}", source, "-o", "/dev/null"))
     threads = dict(re.findall(r"\.entry (\w+)\([^)]*\)\s*\.maxntid (\d+)", source.read_text()))
@@ -106,10 +108,11 @@ def main() -> None:
     if "--missing" in sys.argv:
         print(missing())
         sys.exit(missing() is None)
-    for file in FILES:
-        for kernel in kernels(file, "sm_80"):
-            takes = f"{kernel.threads:4} threads, {kernel.registers:3} registers, {kernel.spilled:4} bytes spilled"
-            print(f"{takes}: {kernel.name}")
+    with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count()))) as pool:
+        for found in pool.map(lambda file: kernels(file, "sm_80"), FILES):
+            for kernel in found:
+                takes = f"{kernel.threads:4} threads, {kernel.registers:3} registers, {kernel.spilled:4} bytes spilled"
+                print(f"{takes}: {kernel.name}", flush=True)
 
 
 if __name__ == "__main__":
