@@ -1,14 +1,10 @@
-// Attention of turned rows on any device: both are turned, then forgotten.
+// Attention of turned rows: schemas, and what it is on any device.
 #include "ops/rotary_attention.h"
 
 #include <torch/library.h>
 
 namespace attention_ops {
 namespace {
-
-Pair rotary_attention(const Attention& a, In table, bool interleaved) {
-  return forward().call(Turned(a, table, turning(interleaved, /*inverse=*/false)).view());
-}
 
 TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   const auto define = [&](const std::string& name, const std::string& rest) {

@@ -37,6 +37,11 @@ inline auto turning(bool interleaved, bool inverse) {
   return [=](In x, In rows) { return rope().call(x, rows, interleaved, inverse); };
 }
 
+// On any device: both are turned, then forgotten.
+inline Pair rotary_attention(const Attention& a, In table, bool interleaved) {
+  return forward().call(Turned(a, table, turning(interleaved, /*inverse=*/false)).view());
+}
+
 // The gradients, by operators that have derivatives of their own.
 inline Six rotary_gradients(const Attention& a, In table, bool interleaved, In out, In lse, Opt grad_out, Opt grad_lse,
                             std::array<bool, 6> needed) {

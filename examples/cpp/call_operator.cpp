@@ -36,6 +36,8 @@ struct Options {
   std::optional<double> scale, softcap;
   double dropout_p = 0;
   std::optional<Tensor> seed, distance_bias, relative_key, relative_value;
+  std::optional<Tensor> rope_table;  // of attention_ops::rope_table
+  bool interleaved = false;
 };
 
 // (out [B, H, Lq, Dv], lse [B, H, Lq]) of query [B, H, Lq, D], key [B, Hkv, Lk, D] and value [B, Hkv, Lk, Dv].
@@ -45,11 +47,11 @@ std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, con
   using Maybe = const std::optional<Tensor>&;
   using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, at::TensorList,
                                                std::string_view, Maybe, Maybe, std::optional<double>,
-                                               std::optional<double>, double, Maybe, Maybe, Maybe, Maybe);
+                                               std::optional<double>, double, Maybe, Maybe, Maybe, Maybe, Maybe, bool);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("attention_ops::attention", "").typed<Signature>();
   return op.call(query, key, value, mask_data, mask, o.bias, o.sinks, o.scale, o.softcap, o.dropout_p, o.seed,
-                 o.distance_bias, o.relative_key, o.relative_value);
+                 o.distance_bias, o.relative_key, o.relative_value, o.rope_table, o.interleaved);
 }
 
 // The same from its formula, for "causal & padding" and equal lengths.

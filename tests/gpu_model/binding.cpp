@@ -5,6 +5,7 @@
 
 #include "cuda/operators.h"
 #include "model.h"
+#include "ops/rotary_attention.h"
 #include "plants.h"
 #include "ptx/ptx.h"
 
@@ -18,6 +19,9 @@ void use(bool on) {
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "attention_ops", c10::DispatchKey::CPU, __FILE__,
                                              __LINE__);
   register_operators(*library);
+  // As on a device without kernels of its own for them.
+  library->impl("_rotary_attention_forward", Flat<rotary_attention>::call);
+  library->impl("_rotary_attention_backward", Flat<rotary_gradients>::call);
 }
 
 // Schedules: 0 forward, 1 reverse, 2 shuffled.

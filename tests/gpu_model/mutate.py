@@ -96,7 +96,7 @@ MUTATIONS = (
     Mutation(
         "forward: no flag for what is not finite",
         FORWARD,
-        "if (inexact && (tile.some || p.bias.defined()))",
+        "if (inexact && (tile.some || p.adds()))",
         "if (false)",
         "test_what_stands_at_a_hidden_place and cuda-model",
     ),
