@@ -10,6 +10,7 @@ namespace attention_ops {
 template <class T, class E = T>
 struct Gradients {
   Tensor query, key, value, bias, distance, sinks, lse;
+  RowTurn<T> turn_query, turn_key;
 
   BackwardResult<T, E> view() const {
     BackwardResult<T, E> r;
@@ -18,6 +19,7 @@ struct Gradients {
     if (distance.defined()) r.grad_distance = {distance.mutable_data_ptr<T>(), distance.size(0), distance.size(1)};
     r.grad_sinks = sinks.defined() ? sinks.mutable_data_ptr<T>() : nullptr;
     r.negative_rows = lse.defined() ? lse.mutable_data_ptr<T>() : nullptr;
+    r.turn_query = turn_query, r.turn_key = turn_key;
     return r;
   }
   bool any() const {

@@ -23,7 +23,7 @@ Tensor rope_table_cpu(In positions, In inv_freq, at::IntArrayRef axes, double fa
 
 Tensor rope_cpu(In x, In table, bool interleaved, bool inverse) {
   const Tensor out = on_large_pages(empty_turned_like(x, inverse));
-  turn_rows(out, x, table, interleaved, inverse);
+  turn_rows(out, x, {&table, interleaved, inverse});
   return out;
 }
 

@@ -11,17 +11,44 @@ RopeView<E> rope_view(const Tensor& x, E* data) {
   return {data, {x.stride(0), x.stride(1), x.stride(2), x.stride(3)}};
 }
 
-// `out` may be x.
-inline void turn_rows(const Tensor& out, In x, In table, bool interleaved, bool inverse) {
-  const Index pairs = table.size(3);
+// The rotation of rows; without a table there is none.
+struct Rotation {
+  const Tensor* table = nullptr;
+  bool interleaved = false, inverse = false;
+};
+
+template <class T>
+class Turns {
+ public:
+  explicit Turns(const Rotation& by) {
+    if (!by.table) return;
+    table_ = in_type(*by.table, kScalarType<T>);
+    const Index pairs = table_.size(3);
+    if (table_.stride(3) != 1 || table_.stride(2) != pairs) table_ = table_.contiguous();
+    view_ = {table_.const_data_ptr<T>(),
+             table_.size(0) == 1 ? 0 : table_.stride(0),
+             table_.stride(1),
+             pairs,
+             by.interleaved,
+             by.inverse};
+  }
+  const RowTurn<T>& of_keys() const { return view_; }
+  // They have the table's last rows.
+  RowTurn<T> of_queries(Index queries) const {
+    return view_.defined() ? view_.from_row(table_.size(1) - queries) : view_;
+  }
+
+ private:
+  Tensor table_;
+  RowTurn<T> view_;
+};
+
+// Rows that have the table's last rows; `out` may be x.
+inline void turn_rows(const Tensor& out, In x, const Rotation& by) {
   in_element_type(x, [&]<class E>() {
-    using T = Wide<E>;
-    Tensor turns = in_type(table, kScalarType<T>);
-    if (turns.stride(3) != 1 || turns.stride(2) != pairs) turns = turns.contiguous();
-    const RopeProblem problem{x.size(0),       x.size(1),   x.size(2),
-                              x.size(3),       pairs,       turns.size(0) == 1 ? 0 : turns.stride(0),
-                              turns.stride(1), interleaved, inverse};
-    const Rope<E> kernel(problem, turns.const_data_ptr<T>(), rope_view(x, static_cast<const E*>(x.const_data_ptr())),
+    const Turns<Wide<E>> turns(by);
+    const Rope<E> kernel({x.size(0), x.size(1), x.size(2), x.size(3)}, turns.of_queries(x.size(2)),
+                         rope_view(x, static_cast<const E*>(x.const_data_ptr())),
                          rope_view(out, static_cast<E*>(out.mutable_data_ptr())));
     run_tasks(kernel.tasks(), kernel.operations(), 0, [&](Index task, Arena&) { kernel.run(task); });
   });

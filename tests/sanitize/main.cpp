@@ -54,6 +54,7 @@ class Trial {
         if constexpr (sizeof(T) == 4) right &= decode<Float16>() && decode<BFloat16>();
       }
     if (draw(0, 1)) p_.dropout = {0.3, &seed_, false};
+    right &= turns();
     forward();
     backward();
     if constexpr (std::is_same_v<T, E>) {
@@ -155,6 +156,42 @@ class Trial {
                   {rows<const E>(out_.get(), s_.H, s_.Lq, s_.Dv), rows<const E>(grad_out_.get(), s_.H, s_.Lq, s_.Dv),
                    lse_.get(), grad_lse_.get()},
                   result, along);
+  }
+
+  // Whether rows that kernels turn have the bits of rows turned before, and gradients those of gradients turned after.
+  bool turns() {
+    if (s_.Lq == 0) return true;
+    const Index pairs = draw(0, s_.D / 2), length = std::max(s_.Lq, s_.Lk), row = 2 * pairs;
+    const Array<T> table = normal<T>(s_.B * length * row);
+    const RowTurn<T> turn{table.get(), length * row, row, pairs, draw(0, 1) == 1, draw(0, 1) == 1};
+    const auto turned = [&](const E* from, Index heads, Index rows) {
+      std::vector<E> to(s_.B * heads * rows * s_.D);
+      for (Index n = 0; n < s_.B * heads * rows; ++n)
+        turn(to.data() + n * s_.D, from + n * s_.D, 1, s_.D, n / rows / heads, n % rows);
+      return to;
+    };
+    const auto same = [](const std::vector<E>& a, const E* b) {
+      return a.empty() || std::memcmp(a.data(), b, a.size() * sizeof(E)) == 0;
+    };
+    const Matrices<const E> natural = p_.q;
+    const std::vector<E> q = turned(natural.data, s_.H, s_.Lq);
+    p_.q.data = q.data();
+    forward();
+    const std::vector<E> out(out_.get(), out_.get() + all_rows_ * s_.Dv);
+    p_.q = natural, p_.turn = turn;
+    forward();
+    p_.turn = {};
+    const ValueGradient<T, E> source(s_.Dv);
+    const BackwardInput<T, E> input{rows<const E>(out_.get(), s_.H, s_.Lq, s_.Dv),
+                                    rows<const E>(grad_out_.get(), s_.H, s_.Lq, s_.Dv), lse_.get(), grad_lse_.get()};
+    BackwardResult<T, E> result;
+    result.grad_query = rows<E>(grad_q_.get(), s_.H, s_.Lq, s_.D);
+    result.grad_key = rows<E>(grad_k_.get(), s_.Hkv, s_.Lk, s_.D);
+    backward_from(source, input, result);
+    const std::vector<E> grad_q = turned(grad_q_.get(), s_.H, s_.Lq), grad_k = turned(grad_k_.get(), s_.Hkv, s_.Lk);
+    result.turn_query = result.turn_key = turn;
+    backward_from(source, input, result);
+    return same(out, out_.get()) && same(grad_q, grad_q_.get()) && same(grad_k, grad_k_.get());
   }
 
   // Tangents of some of the inputs, in the operands' own layouts.

@@ -161,7 +161,7 @@ void AttentionBackward<T, E>::run_head(const Work& work, Scratch& w, Index b, In
 // The gradients of one block's keys, to their place or to the partial sums.
 template <class T, class E>
 void AttentionBackward<T, E>::store_keys(const Work& work, const Block& block, Index b, Index hk) const {
-  const auto save = [&](const T* from, T* sums, const Matrices<E>& to, Index width, T factor) {
+  const auto save = [&](const T* from, T* sums, const Matrices<E>& to, Index width, T factor, const RowTurn<T>& turn) {
     if (!from) return;
     const Index first = ((work.query_group * p_.batch + b) * p_.key_heads + hk) * p_.keys + block.key;
     for (int k = 0; k < block.keys; ++k) {
@@ -170,10 +170,11 @@ void AttentionBackward<T, E>::store_keys(const Work& work, const Block& block, I
         const Vec<T> x = splat(factor) * load(from + k * padded(width) + c);
         sums ? store(sums + (first + k) * padded(width) + c, x) : write_elements(line + c, x, n);
       });
+      if (turn.defined() && line) turn(line, line, 1, width, b, block.key + k);
     }
   };
-  save(block.dk, sums_.dk, result_.grad_key, p_.width, p_.scale);
-  save(block.dv, sums_.dv, result_.grad_value, p_.value_width, T(1));
+  save(block.dk, sums_.dk, result_.grad_key, p_.width, p_.scale, result_.turn_key);
+  save(block.dv, sums_.dv, result_.grad_value, p_.value_width, T(1), {});
 }
 
 // Third pass.
@@ -220,7 +221,10 @@ void AttentionBackward<T, E>::finish_panel(Index task) const {
     T factors[kWidth];
     std::fill_n(factors, kWidth, p_.scale);
     const Matrices<E>& grad = result_.grad_query;
-    lanes_to_rows(grad.at(b, h) + first * grad.row_stride, grad.row_stride, sum, kWidth, factors, int(count), p_.width);
+    E* rows = grad.at(b, h) + first * grad.row_stride;
+    lanes_to_rows(rows, grad.row_stride, sum, kWidth, factors, int(count), p_.width);
+    for (Index q = 0; result_.turn_query.defined() && q < count; ++q, rows += grad.row_stride)
+      result_.turn_query(rows, rows, 1, p_.width, b, first + q);
   }
   if (shared_.row_sums)
     for (Index q = 0; q < count; ++q) {
@@ -236,7 +240,7 @@ void AttentionBackward<T, E>::finish_keys(Index task) const {
   const Index block = task % plan_.key_blocks, bhk = task / plan_.key_blocks,
               keys_all = p_.batch * p_.key_heads * p_.keys;
   const Index end = std::min<Index>((block + 1) * kTileKeys, p_.keys);
-  const auto add = [&](const T* sums, const Matrices<E>& to, Index width) {
+  const auto add = [&](const T* sums, const Matrices<E>& to, Index width, const RowTurn<T>& turn) {
     for (Index k = block * kTileKeys; sums && k < end; ++k) {
       E* line = to.at(bhk / p_.key_heads, bhk % p_.key_heads) + k * to.row_stride;
       for (Index c = 0; c < width; ++c) {
@@ -245,10 +249,11 @@ void AttentionBackward<T, E>::finish_keys(Index task) const {
           sum += sums[(g * keys_all + bhk * p_.keys + k) * padded(width) + c];
         line[c] = convert<E>(sum);
       }
+      if (turn.defined()) turn(line, line, 1, width, bhk / p_.key_heads, k);
     }
   };
-  add(sums_.dk, result_.grad_key, p_.width);
-  add(sums_.dv, result_.grad_value, p_.value_width);
+  add(sums_.dk, result_.grad_key, p_.width, result_.turn_key);
+  add(sums_.dv, result_.grad_value, p_.value_width, {});
 }
 
 template <class T, class E>

@@ -60,7 +60,7 @@ class AttentionForward {
   static constexpr T kMost = 1 << 10;  // more than this in a sum, and m moves
 
   struct Scratch {
-    E *q_t = nullptr, *rounded = nullptr;  // rounded: p as an operand of products of pairs
+    E *turned = nullptr, *q_t = nullptr, *rounded = nullptr;  // rounded: p as an operand of products of pairs
     T *o_t = nullptr, *m = nullptr, *l = nullptr;
     Index visited = 0;
     bool has_maximum = false;
@@ -68,6 +68,7 @@ class AttentionForward {
     ScoreTile<T> tile;
 
     void take(Pieces& pieces, const Problem<T, E>& p) {
+      if (p.turn.defined()) pieces(turned, kWidth * p.width);
       pieces(q_t, round_up(p.width, kDepthUnit<E>) * kWidth);
       if (kPaired<E>) pieces(rounded, kTileKeys * kWidth);
       pieces(o_t, round_up(p.value_width, kRowUnit<E>) * kWidth);
@@ -78,12 +79,20 @@ class AttentionForward {
   };
 
   void start(Scratch& w, const Site<T, E>& site, Panels& panel) const {
-    rows_to_panel(w.q_t, kWidth, site.q + panel.first * p_.q.row_stride, p_.q.row_stride, panel.count, p_.width,
-                  p_.query_factor());
+    const PaddedRows<E> rows = rows_of(w, site, panel);
+    rows_to_panel(w.q_t, kWidth, rows.data, rows.stride, panel.count, p_.width, p_.query_factor());
     panel.q_t = w.q_t;
     std::fill_n(w.o_t, round_up(p_.value_width, kRowUnit<E>) * kWidth, T(0));
     std::fill_n(w.m, kWidth, -kInfinity<T>);
     std::fill_n(w.l, kWidth, T(0));
+  }
+
+  PaddedRows<E> rows_of(const Scratch& w, const Site<T, E>& site, const Panels& panel) const {
+    const PaddedRows<E> rows{site.q + panel.first * p_.q.row_stride, p_.q.row_stride};
+    if (!p_.turn.defined()) return rows;
+    for (int r = 0; r < panel.count; ++r)
+      p_.turn(w.turned + r * p_.width, rows.data + r * rows.stride, 1, p_.width, site.b, panel.first + r);
+    return {w.turned, p_.width};
   }
 
   // A bias by distance is often greatest at the panel's own place: begun there, m need not move.

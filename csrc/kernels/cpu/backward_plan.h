@@ -21,8 +21,9 @@ struct BackwardResult {
   Matrices<E> grad_query, grad_key, grad_value;
   Tensor4 grad_bias;
   DistanceGradient<T> grad_distance;
-  T* grad_sinks = nullptr;     // [H]
-  T* negative_rows = nullptr;  // [B, H, Lq]: minus the sum of ds over keys
+  T* grad_sinks = nullptr;          // [H]
+  T* negative_rows = nullptr;       // [B, H, Lq]: minus the sum of ds over keys
+  RowTurn<T> turn_query, turn_key;  // of the rows of grad_query and grad_key, where they were turned
 };
 
 // The direction of a second derivative: tangents of every input of a backward pass, and of what the forward gave. The
