@@ -18,6 +18,7 @@ __all__ = [
 
 MaskLike = masks.Mask | str | Tensor | None
 OPERATORS = torch.ops.attention_ops
+ATTENTION = OPERATORS.attention.default  # looking for the overload would take a tenth of a small call
 
 # What a selective checkpoint should keep rather than compute twice: the operators behind the public functions and their
 # tangents, as policies see them. A list, for torch.utils.checkpoint.create_selective_checkpoint_contexts.
@@ -109,7 +110,7 @@ def attention(
     if seed is not None:
         check_tensors("attention", seed=seed)
         options["seed"] = seed
-    out, lse = OPERATORS.attention(query, key, value, data, **options)
+    out, lse = ATTENTION(query, key, value, data, **options)
     return (out, lse) if return_lse else out
 
 

@@ -45,16 +45,23 @@ inline void multiply_registers(float* out, Index ldo, const BFloat16* a, Index l
 template <bool Add>
 inline void multiply_pairs(float* out, Index ldo, PaddedRows<BFloat16> a, PaddedRows<BFloat16> b, Index rows,
                            Index vectors, Index count) {
+  const Index units = round_up(rows, kPairRows) / kPairRows;
   count = round_up(count, kPairDepth);
   each_row_tile<kPairBlockVectors>(vectors, [&](auto columns, Index v) {
+    float* to = out + v * kLanes<float>;
+    const BFloat16* right = b.data + v * 2 * kLanes<float>;
+    if constexpr (kMatrixUnit)
+      if (count > 0 && count <= 2 * kPairDepth)
+        return multiply_tiles_by_few<columns>(to, ldo, a.data, a.stride, right, b.stride, units, count > kPairDepth,
+                                              Add);
     constexpr int kRows = kMatrixUnit ? kPairBlockRows : kTileRows<columns>;
-    each_row_tile<kRows>(round_up(rows, kPairRows) / kPairRows, [&](auto block_rows, Index r) {
-      float* to = out + r * kPairRows * ldo + v * kLanes<float>;
-      const BFloat16 *left = a.data + r * kPairRows * a.stride, *right = b.data + v * 2 * kLanes<float>;
+    each_row_tile<kRows>(units, [&](auto block_rows, Index r) {
+      const BFloat16* left = a.data + r * kPairRows * a.stride;
       if constexpr (kMatrixUnit)
-        multiply_tiles<block_rows, columns>(to, ldo, left, a.stride, right, b.stride, count, Add);
+        multiply_tiles<block_rows, columns>(to + r * kPairRows * ldo, ldo, left, a.stride, right, b.stride, count, Add);
       else
-        multiply_registers<block_rows, columns>(to, ldo, left, a.stride, right, b.stride, count, Add);
+        multiply_registers<block_rows, columns>(to + r * kPairRows * ldo, ldo, left, a.stride, right, b.stride, count,
+                                                Add);
     });
   });
 }

@@ -110,6 +110,15 @@ inline T dot(const E* a, const E* b, Index count) {
 // Whether no element is infinite or NaN. Masked places may hold anything, and 0 times it is NaN.
 template <class T, class E>
 inline bool all_finite(const E* x, Index stride, Index rows, Index columns) {
+  if constexpr (std::is_same_v<E, BFloat16>) {  // by its bits: a loop over converted elements would not become vectors
+    Halves lost{};
+    for (Index r = 0; r < rows; ++r)
+      each_piece<T>(columns, [&](Index c, int n) {
+        const Halves row = load_halves(x + r * stride + c, n);
+        lost |= row ^ finite_part(row);
+      });
+    return !any(__builtin_convertvector(lost, Ints<float>));
+  }
   constexpr int kRows = 4;  // sums that do not wait for each other
   Vec<T> sum[kRows]{};
   for (Index r = 0; r < rows; r += kRows)

@@ -135,6 +135,40 @@ inline void multiply_tiles(float* out, Index ldo, const BFloat16* a, Index lda, 
   if constexpr (Rows > 1 && Columns > 1) _tile_stored(3, below + 16, out_bytes);
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
+// The same for any number of tiles of rows, whose sums are of one or two units of terms (`two`): all tiles of b then
+// stay in registers.
+template <int Columns>
+inline void multiply_tiles_by_few(float* out, Index ldo, const BFloat16* a, Index lda, const BFloat16* b, Index ldb,
+                                  Index rows, bool two, bool add) {
+  const Index out_bytes = ldo * 4, a_bytes = lda * 2, b_bytes = ldb * 2;
+  const BFloat16* second = b + kPairDepth / 2 * ldb;
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  _tile_loadd(4, b, b_bytes);
+  if constexpr (Columns > 1) _tile_loadd(5, b + 32, b_bytes);
+  if (two) _tile_loadd(6, second, b_bytes);
+  if constexpr (Columns > 1)
+    if (two) _tile_loadd(7, second + 32, b_bytes);
+  for (Index r = 0; r < rows; ++r, out += kPairRows * ldo, a += kPairRows * lda) {
+    if (add) {
+      _tile_loadd(0, out, out_bytes);
+      if constexpr (Columns > 1) _tile_loadd(1, out + 16, out_bytes);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+    }
+    _tile_loadd(2, a, a_bytes);
+    _tile_dpbf16ps(0, 2, 4);
+    if constexpr (Columns > 1) _tile_dpbf16ps(1, 2, 5);
+    if (two) {
+      _tile_loadd(3, a + kPairDepth, a_bytes);
+      _tile_dpbf16ps(0, 3, 6);
+      if constexpr (Columns > 1) _tile_dpbf16ps(1, 3, 7);
+    }
+    _tile_stored(0, out, out_bytes);
+    if constexpr (Columns > 1) _tile_stored(1, out + 16, out_bytes);
+  }
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+}
 #else
 #if defined(__AVX512BF16__)
 constexpr bool kFastPairs = true;
@@ -148,6 +182,9 @@ struct MatrixUnit {};
 template <int Rows, int Columns>
 void multiply_tiles(float* out, Index ldo, const BFloat16* a, Index lda, const BFloat16* b, Index ldb, Index count,
                     bool add);
+template <int Columns>
+void multiply_tiles_by_few(float* out, Index ldo, const BFloat16* a, Index lda, const BFloat16* b, Index ldb,
+                           Index rows, bool two, bool add);
 #endif
 
 }  // namespace attention_ops
