@@ -91,9 +91,6 @@ class AttentionBackward {
     const Rows& rows;
     const DistanceTable<T>& distance;
   };
-  struct RowTerms {
-    T delta = 0, delta_dot = 0, lse_dot = 0;
-  };
   int blocks_at_a_time() const { return bias_.gathers_blocks() ? 1 : kBlocks; }
 
   void take(Scratch& w, Pieces& pieces) const {
@@ -174,7 +171,7 @@ class AttentionBackward {
   bool prepare_rows(const Rows& to, const Matrices<const E>& q, const Matrices<const E>& grad_out,
                     const Site<T, E>& site, const Panels& panel, Index row) const;
   void pad_rows(E* to, const E* from, Index stride, int rows, Index width) const;
-  RowTerms row_terms(const Site<T, E>& site, Index i) const;
+  void row_terms(const Site<T, E>& site, const Panels& panel, Index row) const;
   bool is_finite(const Matrices<const E>& keys, Index b, Index hk, const Block& block) const {
     return all_finite<T>(keys.at(b, hk) + block.key * keys.row_stride, keys.row_stride, block.keys, p_.width);
   }

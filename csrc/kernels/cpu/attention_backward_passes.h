@@ -66,16 +66,13 @@ void AttentionBackward<T, E>::prepare(Index task, Arena& arena) const {
   panel.q_t = q_panel(shared_.rows, row);
   const RowNorm<T> norm{shared_.norm.base + row, shared_.norm.log2_l + row};
   find_row_norm(norm, in_.lse + bh * p_.queries + panel.first, tile, site, panel);
+  row_terms(site, panel, row);
   T sink_sum = 0;
-  for (int lane = 0; lane < kWidth; ++lane) {
-    const RowTerms x = lane < panel.count ? row_terms(site, panel.first + lane) : RowTerms{};
-    shared_.delta[row + lane] = x.delta;
-    if (along_) shared_.delta_dot[row + lane] = x.delta_dot, shared_.lse_dot[row + lane] = x.lse_dot;
-    if (!sums_.sinks || lane >= panel.count) continue;
+  for (int lane = 0; sums_.sinks && lane < panel.count; ++lane) {
     const T p = std::exp2(site.sink() - norm.base[lane] - norm.log2_l[lane]);  // of the sink
     if (p == 0) continue;
-    const T sink_dot = along_ && along_->of.sinks ? along_->of.sinks[site.h] : T(0);
-    sink_sum -= p * (along_ ? (sink_dot - x.lse_dot) * x.delta + x.delta_dot : x.delta);
+    const T delta = shared_.delta[row + lane], sink_dot = along_ && along_->of.sinks ? along_->of.sinks[site.h] : T(0);
+    sink_sum -= p * (along_ ? (sink_dot - shared_.lse_dot[row + lane]) * delta + shared_.delta_dot[row + lane] : delta);
   }
   if (sums_.sinks) sums_.sinks[task] = sink_sum;
   if (task == 0) bias_.clear_sums();
@@ -83,23 +80,28 @@ void AttentionBackward<T, E>::prepare(Index task, Arena& arena) const {
   for (Index g = 0; g < plan_.key_groups; ++g) summed(g, row) = false;
 }
 
-// What is subtracted from a row's dp, with the tangents.
+// What is subtracted from the rows' dp, with the tangents; 0 past the last row.
 template <class T, class E>
-auto AttentionBackward<T, E>::row_terms(const Site<T, E>& site, Index i) const -> RowTerms {
-  const Index n = (site.b * p_.heads + site.h) * p_.queries + i;
-  const auto product = [&](const Matrices<const E>& a, const Matrices<const E>& b) {
-    if (!a.data || !b.data) return T(0);
-    return dot<T>(a.at(site.b, site.h) + i * a.row_stride, b.at(site.b, site.h) + i * b.row_stride, p_.value_width);
-  };
-  RowTerms x;
-  x.delta = product(in_.out, in_.grad_out) - (in_.grad_lse ? in_.grad_lse[n] : T(0));
-  if constexpr (kTwice)
-    if (along_) {
-      x.delta_dot = product(in_.out, along_->grad_out) + product(along_->out, in_.grad_out);
-      if (along_->grad_lse) x.delta_dot -= along_->grad_lse[n];
-      if (along_->of.lse) x.lse_dot = along_->of.lse[n];
-    }
-  return x;
+void AttentionBackward<T, E>::row_terms(const Site<T, E>& site, const Panels& panel, Index row) const {
+  const Index first = (site.b * p_.heads + site.h) * p_.queries + panel.first;
+  for (int lane = 0; lane < kWidth; lane += kStep) {
+    const int count = std::clamp(panel.count - lane, 0, kStep);
+    const auto products = [&](const Matrices<const E>& a, const Matrices<const E>& b) {
+      if (!a.data || !b.data) return Vec<T>{};
+      const auto rows = [&](const Matrices<const E>& x) {
+        return PaddedRows<E>{x.at(site.b, site.h) + (panel.first + lane) * x.row_stride, x.row_stride};
+      };
+      return dots<T>(rows(a), rows(b), count, p_.value_width);
+    };
+    const auto numbers = [&](const T* x) { return x ? load_part(x + first + lane, count) : Vec<T>{}; };
+    store(shared_.delta + row + lane, products(in_.out, in_.grad_out) - numbers(in_.grad_lse));
+    if constexpr (kTwice)
+      if (along_) {
+        const Vec<T> product = products(in_.out, along_->grad_out) + products(along_->out, in_.grad_out);
+        store(shared_.delta_dot + row + lane, product - numbers(along_->grad_lse));
+        store(shared_.lse_dot + row + lane, numbers(along_->of.lse));
+      }
+  }
 }
 
 // Second pass: the key blocks of one group.
@@ -151,9 +153,13 @@ void AttentionBackward<T, E>::run_blocks(Work& work, Scratch& w) const {
 template <class T, class E>
 void AttentionBackward<T, E>::run_head(const Work& work, Scratch& w, Index b, Index h) const {
   const Site<T, E> site(p_, b, h);
+  const Block& last = work.block[work.blocks - 1];
+  const Index start = work.block[0].key, end = last.key + last.keys;
+  const bool neighbours = last.key - start == (work.blocks - 1) * kTileKeys && !bias_.on();
   for (Index n = plan_.first_panel(work.query_group); n < plan_.first_panel(work.query_group + 1); ++n) {
     Panels panel(p_, n);
     panel.q_t = q_panel(shared_.rows, row_of(b, h, n));
+    if (neighbours && is_hidden(site, panel, start, end - start)) continue;
     for (int x = 0; x < work.blocks; ++x) run_tile(work, work.block[x], w, site, panel, n);
   }
 }

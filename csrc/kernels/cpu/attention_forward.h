@@ -49,7 +49,13 @@ class AttentionForward {
     Panels panel(p_, panels - 1 - task % panels);
     start(scratch, site, panel);
     const Index tiles = (p_.keys + kTileKeys - 1) / kTileKeys, first = first_tile(panel);
-    for (Index n = 0; n < tiles; ++n) step(scratch, site, panel, (first + n) % tiles * kTileKeys);
+    for (Index n = 0; n < tiles; ++n) {
+      const Index tile = (first + n) % tiles, rest = tiles - std::max(n, tile);
+      if (tile % kRun == 0 && rest >= kRun && is_hidden(site, panel, tile * kTileKeys, kRun * kTileKeys))
+        n += kRun - 1;
+      else
+        step(scratch, site, panel, tile * kTileKeys);
+    }
     finish(scratch, site, panel);
   }
 
@@ -57,6 +63,7 @@ class AttentionForward {
   using Panels = Panel<T, E>;
   static constexpr int kWidth = Panels::kWidth;
 
+  static constexpr Index kRun = 8;     // of tiles, of which a mask is asked first
   static constexpr T kMost = 1 << 10;  // more than this in a sum, and m moves
 
   struct Scratch {

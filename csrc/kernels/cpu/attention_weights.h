@@ -123,7 +123,7 @@ class AttentionWeights {
       E* to = static_cast<E*>(out_.data) + b * out_.strides[0] + h * out_.strides[1] + row * out_.strides[2];
       lanes_to_rows(weights, Tiles::kWidth, factors, count, p_.keys, [&](int r, Index j, Vec<T> w, int n) {
         E* line = to + r * out_.strides[2] + j;
-        if constexpr (std::is_same_v<T, E>) return write_elements(line, w, n);
+        if constexpr (std::is_same_v<T, Wide<E>>) return write_elements(line, w, n);
         for (int i = 0; i < n; ++i) line[i] = convert<E>(w[i]);
       });
     });

@@ -110,7 +110,7 @@ class BackwardBias {
     with_element(grad_.element, [&]<class E>(E*) {
       lanes_to_rows(from, Width, ones, rows, keys, [&](int r, Index k, Vec<T> x, int n) {
         E* to = at<E>(b, h, panel * Width + r, key + k);
-        if constexpr (std::is_same_v<T, E>)
+        if constexpr (std::is_same_v<T, Wide<E>>)
           if (grad_.strides[3] == 1) return write_elements(to, x, n);
         for (int c = 0; c < n; ++c) to[c * grad_.strides[3]] = convert<E>(x[c]);
       });

@@ -93,6 +93,12 @@ struct Site {
   }
 };
 
+// Whether a panel sees none of some keys, however many.
+template <class P, class S>
+bool is_hidden(const S& site, const P& panel, Index key, Index keys) {
+  return site.mask.cover(panel.tile(key, int(keys))) == Cover::none;
+}
+
 // Up to `kWidth` queries, one in each lane; lanes past `count` repeat the last row's number.
 template <class T, class E = T>
 struct Panel {

@@ -8,27 +8,52 @@
 
 namespace attention_ops {
 
+// A loop over converted elements would not become vectors for half types.
+inline Vec<float> widen(Halves x, BFloat16) {
+  return std::bit_cast<Vec<float>>(__builtin_convertvector(x, Ints<float>) << 16);
+}
+inline Vec<float> widen(Halves x, Float16) {
+  const Ints<float> bits = __builtin_convertvector(x, Ints<float>), magnitude = bits & 0x7fff;
+  const Ints<float> normal = (magnitude << 13) + (magnitude < 0x7c00 ? Ints<float>{} + 0x38000000 : 0x70000000);
+  const Vec<float> subnormal = __builtin_convertvector(magnitude, Vec<float>) * splat(0x1p-24f);
+  const Ints<float> value = magnitude < 0x400 ? std::bit_cast<Ints<float>>(subnormal) : normal;
+  return std::bit_cast<Vec<float>>(value | (bits & 0x8000) << 16);
+}
+inline Halves narrow(Vec<float> x, BFloat16) {
+  return round_halves(x);
+}
+// Rounded to even; NaN stays one.
+inline Halves narrow(Vec<float> x, Float16) {
+  const Ints<float> bits = std::bit_cast<Ints<float>>(x), magnitude = bits & 0x7fffffff;
+  const Ints<float> normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const Vec<float> shifted = std::bit_cast<Vec<float>>(magnitude) + splat(0.5f);  // rounds at a subnormal's last bit
+  const Ints<float> subnormal = std::bit_cast<Ints<float>>(shifted) - 0x3f000000;
+  const Ints<float> special = magnitude > 0x7f800000 ? Ints<float>{} + 0x7e00 : 0x7c00;
+  const Ints<float> rounded = magnitude < 0x38800000 ? subnormal : magnitude < 0x477ff000 ? normal : special;
+  return __builtin_convertvector(rounded | ((bits >> 16) & 0x8000), Halves);
+}
+
 // n elements, `stride` apart, in lanes.
 template <class T, class E>
 Vec<T> read_elements(const E* from, Index stride, int n) {
   if constexpr (std::is_same_v<T, E>)
-    if (stride == 1 && n == kLanes<T>) return load(from);
+    if (stride == 1) return n == kLanes<T> ? load(from) : load_part(from, n);
+  if constexpr (std::is_same_v<T, float> && sizeof(E) == 2)
+    if (stride == 1) return widen(load_halves(from, n), E());
   T lanes[kLanes<T>]{};
-  if (stride == 1 && n == kLanes<T>)  // a loop of fixed length vectorises
-    for (int i = 0; i < kLanes<T>; ++i) lanes[i] = convert<T>(from[i]);
-  else
-    for (int i = 0; i < n; ++i) lanes[i] = convert<T>(from[i * stride]);
+  for (int i = 0; i < n; ++i) lanes[i] = convert<T>(from[i * stride]);
   return load(lanes);
 }
 
 // n elements next to each other.
-template <std::floating_point T>
-void write_elements(T* to, std::type_identity_t<Vec<T>> x, int n) {
-  n == kLanes<T> ? store(to, x) : store_part(to, x, n);
-}
-inline void write_elements(BFloat16* to, Vec<float> x, int n) {
-  const Halves halves = round_halves(x);
-  std::memcpy(to, &halves, n * sizeof *to);
+template <class E>
+void write_elements(E* to, Vec<Wide<E>> x, int n) {
+  if constexpr (sizeof(E) == 2) {
+    const Halves halves = narrow(x, E());
+    std::memcpy(to, &halves, n * sizeof *to);
+  } else {
+    n == kLanes<E> ? store(to, x) : store_part(to, x, n);
+  }
 }
 
 // dst[c][r] = read(r, c, n)[c], with read giving n <= lanes elements of row r from column c on; dst has `width` lanes,
@@ -98,13 +123,16 @@ inline void each_piece(Index count, F&& f) {
   if (c < count) f(c, int(count - c));
 }
 
+// a[r] b[r] for at most a vector of rows, one in each lane.
 template <class T, class E>
-inline T dot(const E* a, const E* b, Index count) {
-  Vec<T> sum{};
-  each_piece<T>(count, [&](Index n, int some) {
-    sum = fma(read_elements<T>(a + n, 1, some), read_elements<T>(b + n, 1, some), sum);
-  });
-  return sum_lanes<T>(sum);
+inline Vec<T> dots(const PaddedRows<E>& a, const PaddedRows<E>& b, int rows, Index columns) {
+  Vec<T> sums[kLanes<T>]{};
+  for (int r = 0; r < rows; ++r)
+    each_piece<T>(columns, [&](Index c, int n) {
+      const Vec<T> x = read_elements<T>(a.data + r * a.stride + c, 1, n);
+      sums[r] = fma(x, read_elements<T>(b.data + r * b.stride + c, 1, n), sums[r]);
+    });
+  return add_groups<T, kLanes<T>>(sums);
 }
 
 // Whether no element is infinite or NaN. Masked places may hold anything, and 0 times it is NaN.

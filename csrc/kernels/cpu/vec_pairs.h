@@ -9,7 +9,7 @@ namespace attention_ops {
 // Two bfloat16 numbers side by side in each lane, the first in the low half: products of that type multiply lane by
 // lane and add both to a float.
 using Pairs = Ints<float>;
-using Halves = uint16_t __attribute__((vector_size(kVectorBytes / 2)));  // one bfloat16 for each lane
+using Halves = uint16_t __attribute__((vector_size(kVectorBytes / 2)));  // one half for each lane
 
 inline Pairs load_pairs(const BFloat16* p) {
   Pairs x;
@@ -24,7 +24,8 @@ inline Pairs splat_pair(const BFloat16* p) {
   std::memcpy(&x, p, sizeof x);
   return x - Pairs{};
 }
-inline Halves load_halves(const BFloat16* p, int n) {
+template <class E>
+inline Halves load_halves(const E* p, int n) {
   Halves x{};
   std::memcpy(&x, p, n * sizeof *p);
   return x;
