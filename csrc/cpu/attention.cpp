@@ -1,14 +1,14 @@
-// Attention on the CPU: forward and backward, of turned rows too. Compiled once per instruction set into a library of
+// Attention on the CPU: forward and backward. Compiled once per instruction set into a library of
 // its own.
+#include "cpu/attention.h"
+
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "cpu/backward.h"
-#include "cpu/rope.h"
 #include "kernels/cpu/attention_decode.h"
 #include "kernels/cpu/attention_jvp.h"
-#include "ops/rotary_attention.h"
 
 namespace attention_ops {
 namespace {
@@ -28,12 +28,13 @@ Pair decode(const Attention& a) {
   return {out.to(a.query.scalar_type()), lse};
 }
 
+}  // namespace
+
 bool decodes(const Attention& a) {
   return is_decode(a.query.size(1), a.key.size(1), a.query.size(2)) && !has_rows_by_distance(a);
 }
 
-// The kernel turns the queries; keys come as they are multiplied.
-Pair forward_of(const Attention& a, const Rotation& of_queries = {}) {
+Pair forward_of(const Attention& a, const Rotation& of_queries) {
   if (decodes(a)) return in_element_type(a.query, [&]<class E>() { return decode<E>(a); });
   return in_row_types(a, [&]<class T, class E>() -> Pair {
     Loaded<T, E, E> loaded(a);
@@ -50,27 +51,10 @@ Pair forward_of(const Attention& a, const Rotation& of_queries = {}) {
   });
 }
 
+namespace {
+
 Pair forward_cpu(const Attention& a) {
   return forward_of(a);
-}
-
-// Whether rows are multiplied in their own type, so that kernels may turn them.
-bool has_plain_rows(const Attention& a) {
-  return in_row_types(a, [&]<class T, class E>() { return a.query.scalar_type() == kScalarType<E>; });
-}
-
-Tensor turned_in_scratch(In x, Place place, const Rotation& by) {
-  const Tensor out = scratch_rows(x, place);
-  turn_rows(out, x, by);
-  return out;
-}
-
-// Keys, which every panel of queries reads, are turned once, queries by their panels.
-Pair rotary_forward_cpu(const Attention& a, In table, bool interleaved) {
-  const Rotation by{&table, interleaved};
-  const Tensor key = turned_in_scratch(a.key, Place::key, by);
-  if (has_plain_rows(a) && !decodes(a)) return forward_of(a.with_rows(a.query, key), by);
-  return forward_of(a.with_rows(turned_in_scratch(a.query, Place::query, by), key));
 }
 
 // The gradients, or their tangents in a direction. The kernel turns those of rows.
@@ -100,28 +84,20 @@ Six gradients_of(const Loaded<T, E, E>& loaded, const Attention& a, In out, In l
           finished(grads.sinks, a.sinks.value_or(a.query))};
 }
 
+}  // namespace
+
 Six backward_of(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 6> needed,
-                const Rotation& back = {}) {
+                const Rotation& back) {
   return in_row_types(a, [&]<class T, class E>() -> Six {
     return gradients_of<T, E>(Loaded<T, E, E>(a, /*is_backward=*/true), a, out, lse, grad_out, grad_lse, needed,
                               /*along=*/nullptr, back);
   });
 }
 
+namespace {
+
 Six backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 6> needed) {
   return backward_of(a, out, lse, grad_out, grad_lse, needed);
-}
-
-Six rotary_backward_cpu(const Attention& a, In table, bool interleaved, In out, In lse, Opt grad_out, Opt grad_lse,
-                        std::array<bool, 6> needed) {
-  const Rotation by{&table, interleaved}, back{&table, interleaved, /*inverse=*/true};
-  const Tensor query = turned_in_scratch(a.query, Place::query, by), key = turned_in_scratch(a.key, Place::key, by);
-  const Attention turned = a.with_rows(query, key);
-  if (has_plain_rows(a)) return backward_of(turned, out, lse, grad_out, grad_lse, needed, back);
-  return turned_back(backward_of(turned, out, lse, grad_out, grad_lse, needed), table, needed, [&](In x, In rows) {
-    turn_rows(x, x, {&rows, interleaved, /*inverse=*/true});
-    return x;
-  });
 }
 
 // Of out and lse; and out, not rounded to a half type.
@@ -182,8 +158,6 @@ Eight double_backward_cpu(const Attention& a, In out, In lse, Opt grad_out, Opt 
 TORCH_LIBRARY_IMPL(attention_ops, CPU, m) {
   m.impl("_attention_forward", Flat<forward_cpu>::call);
   m.impl("_attention_backward", Flat<backward_cpu>::call);
-  m.impl("_rotary_attention_forward", Flat<rotary_forward_cpu>::call);
-  m.impl("_rotary_attention_backward", Flat<rotary_backward_cpu>::call);
   m.impl("_attention_jvp", Flat<jvp_cpu>::call);
   m.impl("_attention_double_backward", Flat<double_backward_cpu>::call);
 }
