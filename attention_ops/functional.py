@@ -244,6 +244,13 @@ def check_tensors(operator: str, **arguments: object) -> None:
             raise TypeError(f"{operator}: expected {name} a Tensor, got {type(x).__name__}")
 
 
+def check_numbers(operator: str, **arguments: object) -> None:
+    """The dispatcher would take a Tensor's value, and drop its gradient."""
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            raise TypeError(f"{operator}: expected {name} a number, got {type(x).__name__}")
+
+
 def _turns(operator: str, rope: rotary.Rope | None, query: Tensor, key: Tensor) -> bool:
     """Whether there is something to rotate: what the operator refuses anyway is left to it."""
     if rope is None or any(x.dim() < 2 or x.dtype not in TYPES or x.layout != torch.strided for x in (query, key)):
@@ -284,10 +291,10 @@ def _given(
         check_tensors(operator, **options)
     if mask is not None:
         options["mask"], data = _spec_and_data(operator, mask)
-    if scale is not None:
-        options["scale"] = scale
-    if softcap is not None:
-        options["softcap"] = softcap
+    for name, x in (("scale", scale), ("softcap", softcap)):
+        if x is not None:
+            check_numbers(operator, **{name: x})
+            options[name] = x
     return data, options
 
 
