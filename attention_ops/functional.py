@@ -245,11 +245,10 @@ def check_tensors(operator: str, **arguments: object) -> None:
             raise TypeError(f"{operator}: expected {name} a Tensor, got {type(x).__name__}")
 
 
-def check_numbers(operator: str, **arguments: object) -> None:
+def check_number(operator: str, name: str, x: object) -> None:
     """The dispatcher would take a Tensor's value, and drop its gradient."""
-    for name, x in arguments.items():
-        if isinstance(x, Tensor):
-            raise TypeError(f"{operator}: expected {name} a number, got {type(x).__name__}")
+    if isinstance(x, Tensor):
+        raise TypeError(f"{operator}: expected {name} a number, got {type(x).__name__}")
 
 
 def _turns(operator: str, rope: rotary.Rope | None, query: Tensor, key: Tensor) -> bool:
@@ -292,10 +291,12 @@ def _given(
         check_tensors(operator, **options)
     if mask is not None:
         options["mask"], data = _spec_and_data(operator, mask)
-    for name, x in (("scale", scale), ("softcap", softcap)):
-        if x is not None:
-            check_numbers(operator, **{name: x})
-            options[name] = x
+    if scale is not None:
+        check_number(operator, "scale", scale)
+        options["scale"] = scale
+    if softcap is not None:
+        check_number(operator, "softcap", softcap)
+        options["softcap"] = softcap
     return data, options
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import masks, rotary
-from .functional import attention, check_numbers, check_tensors
+from .functional import attention, check_number, check_tensors
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762.
     """
     check_tensors(SDPA, query=query, key=key, value=value)
-    check_numbers(SDPA, scale=scale)
+    check_number(SDPA, "scale", scale)
     if attn_mask is not None:
         _check_mask(attn_mask, query)
     if is_causal and attn_mask is not None:
