@@ -1,6 +1,6 @@
 # The commands of the project: `make` lists them.
 
-# Any torch from 2.11 to 2.14 works; the CPU build is enough. Give another with, for example, TORCH="torch==2.14.*".
+# pyproject.toml says which torch will do; its CPU build is enough. For another: TORCH="torch==2.14.*".
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
@@ -34,7 +34,7 @@ CPP = $(shell find csrc tests benchmarks examples -name '*.h' -o -name '*.cpp' -
 help:  ## list the commands
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
 
-demo: build  ## train a small GPT on attention_ops and on torch, and compare (five minutes)
+demo: build  ## train a small GPT on attention_ops and on torch, and compare (five minutes, once built)
 	$(PIP) $(DEMO_NEEDS)
 	$(PY) examples/train_gpt.py
 
@@ -72,7 +72,7 @@ bench: build  ## measure against torch; tables and a picture in build/benchmarks
 	$(PIP) $(DEMO_NEEDS)
 	$(PY) benchmarks/bench_attention.py $(BENCH)
 
-build: environment  ## compile the operators in place
+build: environment  ## compile the operators in place (about ten minutes on two cores)
 	$(PY) setup.py --quiet build_ext --inplace
 
 environment: $(filter $(VENV)/bin/python,$(PY))

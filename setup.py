@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import runpy
 import shutil
 import subprocess
@@ -90,6 +91,18 @@ def import_torch():
     return torch
 
 
+def check_torch(version):
+    """Whether pyproject.toml takes this release; what follows the minor number, as in 2.14.1+cu130, does not count."""
+    low, high = re.search(r'"torch(>=[\d.]+),(<[\d.]+)"', (ROOT / "pyproject.toml").read_text()).groups()
+    if not numbers(low) <= numbers(version) < numbers(high):
+        wanted = f"torch{low},{high}"
+        sys.exit(f"attention_ops: expected {wanted} to build it, got {version}; run `pip install '{wanted}'`")
+
+
+def numbers(version):
+    return tuple(int(number) for number in re.search(r"(\d+)\.(\d+)", version).groups())
+
+
 def find_ninja():
     beside = os.path.join(os.path.dirname(sys.executable), "ninja")
     found = beside if os.path.exists(beside) else shutil.which("ninja")
@@ -123,6 +136,7 @@ class BuildLibraries(build_ext):
 
     def build_extensions(self):
         torch = import_torch()
+        check_torch(torch.__version__)
         folder = pathlib.Path(self.build_temp).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         cxx = os.environ.get("CXX", "g++")
@@ -180,4 +194,5 @@ class PlainWheel(bdist_wheel):
         return "py3", "none", sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
-setup(ext_modules=list(libraries()), cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlainWheel})
+if __name__ == "__main__":
+    setup(ext_modules=list(libraries()), cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlainWheel})

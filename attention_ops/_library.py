@@ -56,7 +56,10 @@ def build_info() -> dict[str, object]:
 @functools.cache
 def _built() -> dict[str, object]:
     if not BUILD_INFO.exists():
-        raise ImportError(f"attention_ops: expected its compiled libraries in {FOLDER}, got none; {HOW_TO_BUILD}")
+        raise ImportError(
+            f"attention_ops: expected its compiled libraries in {FOLDER}, got none; {HOW_TO_BUILD}, "
+            "or leave this folder, if it is installed"
+        )
     return json.loads(BUILD_INFO.read_text())
 
 

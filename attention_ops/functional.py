@@ -67,9 +67,10 @@ def attention(
         query: [B, H, Lq, D]; also [Lq, D], [H, Lq, D] and more leading dimensions, which broadcast as in matmul.
         key: [B, Hkv, Lk, D], where Hkv divides H: each key head serves H / Hkv query heads.
         value: [B, Hkv, Lk, Dv].
-        bias: added to the scores, [B|1, H|1, Lq|1, Lk|1], of query's type or float32; -inf masks its place.
+        bias: added to the scores, [B|1, H|1, Lq|1, Lk|1], of query's type or float32; -inf masks its place. A finite
+            one beyond two thirds of the range counts as its end, as in sinks.
         mask: a value of `attention_ops.masks`, its text if it has no tensors, or a boolean tensor that broadcasts
-            against [B, H, Lq, Lk]; True means may attend.
+            against [B, H, Lq, Lk]; True means may attend, the opposite of `torch.nn.MultiheadAttention`'s masks.
         sinks: [H], one more logit in the denominator of each head.
         scale: any finite number; 1/sqrt(D) if None.
         softcap: c > 0; none if None.
@@ -83,7 +84,7 @@ def attention(
         rope: a `rotary.Rope`, by which query and key are rotated.
 
     Returns:
-        out [B, H, Lq, Dv] in query's type, or (out, lse).
+        out [B, H, Lq, Dv] in query's type, or (out, lse). For the weights, call `attention_weights`.
 
     Raises:
         ValueError: for shapes and numbers that do not fit; TypeError: for types that do not.
@@ -244,6 +245,12 @@ def check_tensors(operator: str, **arguments: object) -> None:
             raise TypeError(f"{operator}: expected {name} a Tensor, got {type(x).__name__}")
 
 
+def check_number(operator: str, name: str, x: object) -> None:
+    """The dispatcher would take a Tensor's value, and drop its gradient."""
+    if isinstance(x, Tensor):
+        raise TypeError(f"{operator}: expected {name} a number, got {type(x).__name__}")
+
+
 def _turns(operator: str, rope: rotary.Rope | None, query: Tensor, key: Tensor) -> bool:
     """Whether there is something to rotate: what the operator refuses anyway is left to it."""
     if rope is None or any(x.dim() < 2 or x.dtype not in TYPES or x.layout != torch.strided for x in (query, key)):
@@ -285,8 +292,10 @@ def _given(
     if mask is not None:
         options["mask"], data = _spec_and_data(operator, mask)
     if scale is not None:
+        check_number(operator, "scale", scale)
         options["scale"] = scale
     if softcap is not None:
+        check_number(operator, "softcap", softcap)
         options["softcap"] = softcap
     return data, options
 

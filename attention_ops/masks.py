@@ -7,6 +7,8 @@ d = j - (i + Lk - Lq), the distance from the diagonal that joins the last query 
 
 import ast
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 
 import torch
@@ -57,6 +59,8 @@ class Places:
 class Mask:
     """Which places are visible: `spec` and `data` for the kernels, `predicate` for everybody else.
 
+    A mask cannot be changed, and can be copied and pickled. It equals itself alone, since it may hold tensors.
+
     >>> mask = causal() & (sliding_window(2, None) | dilated(4))
     >>> mask.spec
     'causal & (sliding_window(2, unbounded) | dilated(4))'
@@ -70,13 +74,17 @@ class Mask:
         if not isinstance(other, Mask):
             return NotImplemented
         spec = f"{self._grouped()} & {other._grouped()}"
-        return Mask(spec, self.data + other.data, lambda at: self.predicate(at) & other.predicate(at))
+        return Mask(spec, self.data + other.data, _rule(_combined, operator.and_, self.predicate, other.predicate))
 
     def __or__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
             return NotImplemented
         spec = f"{self.spec} | {other.spec}"
-        return Mask(spec, self.data + other.data, lambda at: self.predicate(at) | other.predicate(at))
+        return Mask(spec, self.data + other.data, _rule(_combined, operator.or_, self.predicate, other.predicate))
+
+    def __bool__(self) -> bool:
+        """`a and b` would be b alone."""
+        raise TypeError("Mask: expected & or | to combine masks (`is None` to ask for one), got and, or, not or if")
 
     def _grouped(self) -> str:
         return f"({self.spec})" if "|" in self.spec else self.spec
@@ -95,6 +103,14 @@ class Mask:
         return visible.expand(batch, heads, queries, keys)
 
 
+# A rule is a function of this module with the mask's numbers and tensors filled in, so that masks can be pickled.
+_rule = functools.partial
+
+
+def _combined(combine: Callable[[Tensor, Tensor], Tensor], a: object, b: object, at: Places) -> Tensor:
+    return combine(a(at), b(at))
+
+
 def causal(align: str = "lower_right") -> Mask:
     """No look ahead: d <= 0, or j <= i when aligned at the upper left.
 
@@ -105,10 +121,18 @@ def causal(align: str = "lower_right") -> Mask:
     [[1, 0, 0], [1, 1, 0]]
     """
     if align == "lower_right":
-        return Mask("causal", (), lambda at: at.distance <= 0)
+        return Mask("causal", (), _causal)
     if align == "upper_left":
-        return Mask("causal(upper_left)", (), lambda at: at.j <= at.i)
+        return Mask("causal(upper_left)", (), _causal_upper_left)
     raise ValueError(f"causal: expected align 'lower_right' or 'upper_left', got {align!r}")
+
+
+def _causal(at: Places) -> Tensor:
+    return at.distance <= 0
+
+
+def _causal_upper_left(at: Places) -> Tensor:
+    return at.j <= at.i
 
 
 def sliding_window(left: int | None = None, right: int | None = None) -> Mask:
@@ -119,18 +143,18 @@ def sliding_window(left: int | None = None, right: int | None = None) -> Mask:
     >>> sliding_window(1, 0).dense(1, 1, 3, 3)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
-
-    def predicate(at: Places) -> Tensor:
-        visible = torch.ones_like(at.distance, dtype=torch.bool)
-        if left is not None:
-            visible = visible & (at.distance >= -left)
-        return visible if right is None else visible & (at.distance <= right)
-
     words = [
         "unbounded" if bound is None else str(_integer("sliding_window", name, bound))
         for name, bound in (("left", left), ("right", right))
     ]
-    return Mask(f"sliding_window({', '.join(words)})", (), predicate)
+    return Mask(f"sliding_window({', '.join(words)})", (), _rule(_sliding_window, left, right))
+
+
+def _sliding_window(left: int | None, right: int | None, at: Places) -> Tensor:
+    visible = torch.ones_like(at.distance, dtype=torch.bool)
+    if left is not None:
+        visible = visible & (at.distance >= -left)
+    return visible if right is None else visible & (at.distance <= right)
 
 
 def dilated(step: int) -> Mask:
@@ -140,13 +164,19 @@ def dilated(step: int) -> Mask:
     [[1, 0, 1, 0], [0, 1, 0, 1]]
     """
     step = _integer("dilated", "step", step, least=1)
-    return Mask(f"dilated({step})", (), lambda at: at.distance % step == 0)
+    return Mask(f"dilated({step})", (), _rule(_dilated, step))
+
+
+def _dilated(step: int, at: Places) -> Tensor:
+    return at.distance % step == 0
 
 
 def padding(lengths: Tensor | None = None, queries: Tensor | None = None) -> Mask:
     """The real part of padded sequences: j < lengths[b], and i < queries[b] where that is given.
 
     `lengths` and `queries` are integers [B]. A row beyond its sample's `queries` sees nothing: its output is 0.
+    Padding is on the right. On the left it is `document((arange(L) >= L - lengths[:, None]).long())`, or, of a boolean
+    mask [B, Lk], `dense(mask[:, None, None])`.
 
     >>> padding(torch.tensor([1, 2])).dense(2, 1, 1, 3)[:, 0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0]]
@@ -155,12 +185,20 @@ def padding(lengths: Tensor | None = None, queries: Tensor | None = None) -> Mas
         raise ValueError("padding: expected lengths or queries, got neither")
     parts = []
     if lengths is not None:
-        length = _tensor("padding", "lengths", lengths, rank=1)
-        parts.append(Mask("padding", (lengths,), lambda at: at.j < length[:, None, None, None]))
+        _check_tensor("padding", "lengths", lengths, rank=1)
+        parts.append(Mask("padding", (lengths,), _rule(_padding, lengths)))
     if queries is not None:
-        rows = _tensor("padding", "queries", queries, rank=1)
-        parts.append(Mask("query_padding", (queries,), lambda at: at.i < rows[:, None, None, None]))
+        _check_tensor("padding", "queries", queries, rank=1)
+        parts.append(Mask("query_padding", (queries,), _rule(_query_padding, queries)))
     return parts[0] if len(parts) == 1 else parts[0] & parts[1]
+
+
+def _padding(lengths: Tensor, at: Places) -> Tensor:
+    return at.j < _of_rank(1, lengths)[:, None, None, None]
+
+
+def _query_padding(lengths: Tensor, at: Places) -> Tensor:
+    return at.i < _of_rank(1, lengths)[:, None, None, None]
 
 
 def document(ids: Tensor) -> Mask:
@@ -169,8 +207,13 @@ def document(ids: Tensor) -> Mask:
     >>> document(torch.tensor([5, 5, 8])).dense(1, 1, 3, 3)[0, 0].int().tolist()
     [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     """
-    full = _tensor("document", "ids", ids, rank=2)  # [B|1, L]
-    return Mask("document", (ids,), lambda at: (full[:, :, None] == full[:, None, :])[:, None])
+    _check_tensor("document", "ids", ids, rank=2)
+    return Mask("document", (ids,), _rule(_document, ids))
+
+
+def _document(ids: Tensor, at: Places) -> Tensor:
+    ids = _of_rank(2, ids)  # [B|1, L]
+    return (ids[:, :, None] == ids[:, None, :])[:, None]
 
 
 def prefix_lm(lengths: Tensor) -> Mask:
@@ -179,8 +222,12 @@ def prefix_lm(lengths: Tensor) -> Mask:
     >>> prefix_lm(torch.tensor([2])).dense(1, 1, 3, 3)[0, 0].int().tolist()
     [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
-    length = _tensor("prefix_lm", "lengths", lengths, rank=1)[:, None, None, None]
-    return Mask("prefix_lm", (lengths,), lambda at: (at.distance <= 0) | (at.j < length))
+    _check_tensor("prefix_lm", "lengths", lengths, rank=1)
+    return Mask("prefix_lm", (lengths,), _rule(_prefix_lm, lengths))
+
+
+def _prefix_lm(lengths: Tensor, at: Places) -> Tensor:
+    return _causal(at) | _padding(lengths, at)
 
 
 def global_tokens(flags: Tensor) -> Mask:
@@ -189,8 +236,13 @@ def global_tokens(flags: Tensor) -> Mask:
     >>> global_tokens(torch.tensor([True, False, False])).dense(1, 1, 3, 3)[0, 0].int().tolist()
     [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
     """
-    full = _tensor("global_tokens", "flags", flags, rank=2)
-    return Mask("global_tokens", (flags,), lambda at: (full[:, :, None] | full[:, None, :])[:, None])
+    _check_tensor("global_tokens", "flags", flags, rank=2)
+    return Mask("global_tokens", (flags,), _rule(_global_tokens, flags))
+
+
+def _global_tokens(flags: Tensor, at: Places) -> Tensor:
+    flags = _of_rank(2, flags)
+    return (flags[:, :, None] | flags[:, None, :])[:, None]
 
 
 def block_sparse(layout: Tensor, block: int) -> Mask:
@@ -203,8 +255,12 @@ def block_sparse(layout: Tensor, block: int) -> Mask:
     [[1, 1, 0]]
     """
     block = _integer("block_sparse", "block", block, least=1)
-    full = _tensor("block_sparse", "layout", layout, rank=4)
-    return Mask(f"block_sparse({block})", (layout,), lambda at: full[:, :, at.i // block, at.j // block])
+    _check_tensor("block_sparse", "layout", layout, rank=4)
+    return Mask(f"block_sparse({block})", (layout,), _rule(_block_sparse, layout, block))
+
+
+def _block_sparse(layout: Tensor, block: int, at: Places) -> Tensor:
+    return _of_rank(4, layout)[:, :, at.i // block, at.j // block]
 
 
 def ranges(start: Tensor, end: Tensor) -> Mask:
@@ -213,21 +269,30 @@ def ranges(start: Tensor, end: Tensor) -> Mask:
     >>> ranges(torch.tensor([0, 2]), torch.tensor([1, 3])).dense(1, 1, 2, 3)[0, 0].int().tolist()
     [[1, 0, 0], [0, 0, 1]]
     """
-    first = _tensor("ranges", "start", start, rank=3)[..., None]
-    last = _tensor("ranges", "end", end, rank=3)[..., None]
-    return Mask("ranges", (start, end), lambda at: (first <= at.j) & (at.j < last))
+    _check_tensor("ranges", "start", start, rank=3)
+    _check_tensor("ranges", "end", end, rank=3)
+    return Mask("ranges", (start, end), _rule(_ranges, start, end))
+
+
+def _ranges(start: Tensor, end: Tensor, at: Places) -> Tensor:
+    return (_of_rank(3, start)[..., None] <= at.j) & (at.j < _of_rank(3, end)[..., None])
 
 
 def dense(mask: Tensor) -> Mask:
     """A boolean tensor that broadcasts against [B, H, Lq, Lk]; True means may attend.
 
-    It has 1, 2 or 4 dimensions. Three are refused when it is used, because they could be read in two ways.
+    It has 1, 2 or 4 dimensions. Three are refused when it is used, because they could be read in two ways. Two are
+    [Lq, Lk]: a padding mask [B, Lk] is `mask[:, None, None]`.
 
     >>> dense(torch.tensor([True, False])).dense(1, 1, 2, 2)[0, 0].int().tolist()
     [[1, 0], [1, 0]]
     """
-    full = _tensor("dense", "mask", mask, rank=4)
-    return Mask("dense", (mask,), lambda at: full)
+    _check_tensor("dense", "mask", mask, rank=4)
+    return Mask("dense", (mask,), _rule(_dense, mask))
+
+
+def _dense(mask: Tensor, at: Places) -> Tensor:
+    return _of_rank(4, mask)
 
 
 def blocked(mask: Tensor) -> Mask:
@@ -236,7 +301,7 @@ def blocked(mask: Tensor) -> Mask:
     >>> blocked(torch.tensor([True, False])).dense(1, 1, 1, 2)[0, 0].int().tolist()
     [[0, 1]]
     """
-    mask = _tensor("blocked", "mask", mask, rank=mask.dim() if isinstance(mask, Tensor) else 0)
+    _check_tensor("blocked", "mask", mask, rank=mask.dim() if isinstance(mask, Tensor) else 0)
     if mask.dtype != torch.bool:
         raise TypeError(f"blocked: expected mask dtype bool, got {mask.dtype}")
     return dense(~mask)
@@ -287,10 +352,13 @@ def _integer(kind: str, name: str, value: object, least: int | None = None) -> i
     return int(value)
 
 
-def _tensor(kind: str, name: str, value: object, rank: int) -> Tensor:
-    """`value` with axes of length 1 put in front until it has `rank` of them."""
+def _check_tensor(kind: str, name: str, value: object, rank: int) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{kind}: expected {name} a Tensor, got {type(value).__name__}")
     if value.dim() > rank:
         raise ValueError(f"{kind}: expected {name} with at most {rank} dimensions, got {value.dim()}")
-    return value[(None,) * (rank - value.dim())]
+
+
+def _of_rank(rank: int, x: Tensor) -> Tensor:
+    """x with axes of length 1 put in front until it has `rank` of them."""
+    return x[(None,) * (rank - x.dim())]

@@ -100,13 +100,14 @@ def rope(
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary positions as an option of `attention`, with the arguments of `rope`.
+    """Rotary positions as an option of `attention`, with the arguments of `rope` but `offset`.
 
     The result is that of rotating query and key first, but there is one table of cosines and sines for both, and what
     was rotated is not kept for the backward pass, which rotates again. Under autocast rows are rounded, then rotated.
 
     `positions` are those of the keys, [Lk] or [B, Lk]; the queries have the last Lq of them. So a step with a cache,
-    of keys as they were before rotation, needs no offset, and a scaling by length sees the cache's.
+    of keys as they were before rotation, needs no offset, and a scaling by length sees the cache's. Of a cache with
+    room for more, give the part that is filled, `cache[:, :, :length]`. Samples padded on the left need no positions.
 
     >>> from attention_ops import attention
     >>> x = torch.randn(1, 2, 6, 8)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import masks, rotary
-from .functional import attention, check_tensors
+from .functional import attention, check_number, check_tensors
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -54,8 +54,9 @@ def scaled_dot_product_attention(
     Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762.
     """
     check_tensors(SDPA, query=query, key=key, value=value)
+    check_number(SDPA, "scale", scale)
     if attn_mask is not None:
-        check_tensors(SDPA, attn_mask=attn_mask)
+        _check_mask(attn_mask, query)
     if is_causal and attn_mask is not None:
         raise ValueError(
             f"{SDPA}: expected attn_mask None with is_causal, got a tensor of {attn_mask.dim()} dimensions"
@@ -69,6 +70,19 @@ def scaled_dot_product_attention(
         bias, mask = (None, attn_mask) if attn_mask.dtype == torch.bool else (attn_mask, None)
     out = attention(query, key, value, bias=bias, mask=mask, scale=scale, dropout_p=dropout_p)  # [B, H, Lq, Dv]
     return out if query.dim() == len(leading) + 2 else out.reshape(*leading, *out.shape[-2:])
+
+
+def _check_mask(attn_mask: object, query: Tensor) -> None:
+    """What `attention` would say of its own bias or mask."""
+    check_tensors(SDPA, attn_mask=attn_mask)
+    if attn_mask.layout != torch.strided:
+        raise TypeError(f"{SDPA}: expected attn_mask layout torch.strided, got {attn_mask.layout}")
+    types = [torch.bool, torch.float32, query.dtype]
+    if query.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(query.device.type):
+        types += [torch.bfloat16, torch.float16]
+    if attn_mask.dtype not in types:
+        wanted = f"bool, float32 or {query.dtype} as in query"
+        raise TypeError(f"{SDPA}: expected attn_mask dtype {wanted}, got {attn_mask.dtype}")
 
 
 def _four_dimensions(

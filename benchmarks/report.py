@@ -11,16 +11,17 @@ from harness import Row
 
 
 def speedups(rows: Iterable[Row]) -> str:
-    """Ours against torch."""
-    lines = [
-        "| case | threads | speed-up (quartiles) | ours, of peak | torch, of peak | ours ms | torch ms |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    """Ours against torch; the parts of the peak where any is known."""
+    rows = list(rows)
+    of_peak = any(r.of_peak > 0 for r in rows)
+    columns = ["case", "threads", "speed-up (quartiles)", *["ours, of peak", "torch, of peak"] * of_peak]
+    columns += ["ours ms", "torch ms"]
+    lines = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
     for r in rows:
         peaks = [f"{100 * part:.0f} % {r.limit}" if part > 0 else "" for part in (r.of_peak, r.peer_of_peak)]
+        parts = f" {peaks[0]} | {peaks[1]} |" * of_peak
         ratio = f"**{r.speedup:.2f}** ({r.low:.2f}–{r.high:.2f})"
-        times = f"{r.ours_ms:.3g} | {r.peer_ms:.3g}"
-        lines.append(f"| {r.name} | {r.threads} | {ratio} | {peaks[0]} | {peaks[1]} | {times} |")
+        lines.append(f"| {r.name} | {r.threads} | {ratio} |{parts} {r.ours_ms:.3g} | {r.peer_ms:.3g} |")
     return "\n".join(lines) + "\n"
 
 

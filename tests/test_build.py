@@ -1,7 +1,10 @@
 """What is shipped, and what a reader is told when libraries and torch do not fit together."""
 
 import json
+import os
 import pathlib
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -51,6 +54,7 @@ def test_libraries_that_were_never_built(copy: pathlib.Path) -> None:
     message = import_error(copy)
     assert message.startswith("ImportError: attention_ops: expected its compiled libraries")
     assert "pip install --no-build-isolation" in message
+    assert message.endswith("or leave this folder, if it is installed")
 
 
 def test_libraries_for_another_torch(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -59,6 +63,34 @@ def test_libraries_for_another_torch(copy: pathlib.Path, tmp_path: pathlib.Path)
     (tmp_path / "attention_ops" / "_build.json").write_text(json.dumps({**built, "torch": "1.2.3"}))
     message = import_error(tmp_path)
     assert "expected torch 1.2, for which it was compiled, got" in message
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.15.0", "2.15.0a0+git1234567", "3.0.0"])
+def test_a_torch_out_of_bounds_is_refused_by_a_build(copy: pathlib.Path, tmp_path: pathlib.Path, version: str) -> None:
+    torch = tmp_path / "torch"
+    (torch / "utils").mkdir(parents=True)
+    text = f"import types\n__version__, version = {version!r}, types.SimpleNamespace(cuda=None)"
+    (torch / "__init__.py").write_text(text)
+    (torch / "utils" / "cpp_extension.py").write_text("")
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "ATTENTION_OPS_CUDA": "auto"}
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, env=environment)
+    assert done.returncode != 0
+    (said,) = done.stderr.strip().splitlines()
+    assert (
+        re.fullmatch(r"attention_ops: expected torch>=\S+,<\S+ to build it, got (.+); run `pip install .*`", said)[1]
+        == version
+    )
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.1+cu130", "2.14.0rc1", "2.14.0a0+git1234567"])
+def test_a_torch_within_bounds_is_taken(version: str) -> None:
+    runpy.run_path(str(ROOT / "setup.py"))["check_torch"](version)
+
+
+def test_the_readme_has_the_bound_of_pyproject() -> None:
+    (bound,) = re.findall(r'dependencies = \["(torch.+)"\]', (ROOT / "pyproject.toml").read_text())
+    assert f'pip install "{bound}"' in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def toolkit(said: str = "", **environment: str) -> str:

@@ -5,6 +5,7 @@ operator: expected argument property wanted [as in other argument], got actual
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -226,17 +227,52 @@ def test_the_operator_itself_refuses():
         torch.ops.attention_ops.attention(made["query"], made["key"], made["value"], [])
 
 
+PUBLIC = ("attention", "attention_weights", "attention_summaries", "scaled_dot_product_attention")
+
+
+def tensors_of(operator: str) -> dict[str, object]:
+    names = ("query", "key") if operator in PUBLIC[1:3] else ("query", "key", "value")
+    return dict.fromkeys(names, torch.zeros(1, 1, 2, 4))
+
+
 @pytest.mark.parametrize("wrong", [None, 1, "x", [1.0]], ids=repr)
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-@pytest.mark.parametrize(
-    "operator", ["attention", "attention_weights", "attention_summaries", "scaled_dot_product_attention"]
-)
+@pytest.mark.parametrize("operator", PUBLIC)
 def test_what_is_no_tensor(operator, name, wrong):
-    names = ["query", "key"] if operator in ("attention_weights", "attention_summaries") else ["query", "key", "value"]
-    name = name if name in names else "key"
-    tensors = {n: wrong if n == name else torch.zeros(1, 1, 2, 4) for n in names}
+    tensors = tensors_of(operator)
+    name = name if name in tensors else "key"
+    tensors[name] = wrong
     with pytest.raises(TypeError, match=f"{operator}: expected {name} a Tensor, got {type(wrong).__name__}"):
         getattr(attention_ops, operator)(**tensors)
+
+
+NUMBERS = [(operator, name) for operator in PUBLIC[:3] for name in ("scale", "softcap")] + [(PUBLIC[3], "scale")]
+
+
+@pytest.mark.parametrize(("operator", "name"), NUMBERS)
+def test_numbers_are_no_tensors(operator, name):
+    """A Tensor's value would be used, and its gradient lost."""
+    with pytest.raises(TypeError, match=f"^{operator}: expected {name} a number, got Parameter$"):
+        getattr(attention_ops, operator)(**tensors_of(operator), **{name: torch.nn.Parameter(torch.tensor(0.3))})
+
+
+@pytest.mark.parametrize("number", [1, 0.5, np.float64(0.5), np.float32(0.5), np.int64(1)], ids=repr)
+def test_numbers_of_any_kind(number):
+    x = torch.randn(1, 1, 3, 4)
+    wanted = attention_ops.attention(x, x, x, scale=float(number), softcap=float(number))
+    assert torch.equal(attention_ops.attention(x, x, x, scale=number, softcap=number), wanted)
+
+
+def test_numbers_of_compilers():
+    """Sizes and floats that a graph leaves open."""
+
+    def function(x: Tensor, softcap: float) -> Tensor:
+        return attention_ops.attention(x, x, x, scale=x.shape[-2] ** -0.5, softcap=softcap)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length, softcap in ((3, 2.0), (5, 2.0), (5, 3.0)):
+        x = torch.randn(1, 1, length, 4)
+        torch.testing.assert_close(compiled(x, softcap), function(x, softcap))
 
 
 def test_sparse_tensors():

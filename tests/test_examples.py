@@ -8,6 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from attention_ops import attention
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
@@ -84,3 +87,9 @@ def test_the_readme() -> None:
     names = {}  # a block goes on where the one before it ended
     for block in blocks:
         exec(block, names)
+    torch.testing.assert_close(names["same"], names["out"])
+    torch.testing.assert_close(names["step"], names["out"][:, :, -1:])
+    torch.testing.assert_close(names["dense"], names["compact"])
+    plain = attention(names["query"], names["key"], names["value"])
+    for name in ("out", "compact"):  # positions count
+        assert not torch.allclose(names[name], plain, atol=1e-4)

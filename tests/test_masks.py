@@ -1,6 +1,8 @@
 """Masks: every kind and every pair of kinds, against dense predicates; which tiles are visited; rules of the values."""
 
+import copy
 import itertools
+import pickle
 import re
 
 import cases
@@ -164,6 +166,19 @@ def test_blocked_is_the_other_convention():
     assert torch.equal(out[0, 0, 0], torch.eye(4)[0])
 
 
+def test_padding_on_the_left():
+    """Both ways that the README gives; rotary positions need no more than the mask."""
+    lengths, length = torch.tensor([9, 6]), 9
+    query, key, value = torch.randn(3, 2, 2, length, 8).unbind(0)
+    options = {"rope": attention_ops.rotary.Rope()}
+    real = torch.arange(length) >= length - lengths[:, None]
+    alone = [x[1:, :, -6:] for x in (query, key, value)]
+    wanted = attention_ops.attention(*alone, mask=masks.causal(), **options)
+    for mask in (masks.document(real.long()), masks.dense(real[:, None, None])):
+        out = attention_ops.attention(query, key, value, mask=mask & masks.causal(), **options)
+        torch.testing.assert_close(out[1:, :, -6:], wanted)
+
+
 def test_text_and_data():
     lengths, ids = torch.tensor([3]), torch.zeros(5, dtype=torch.int64)
     a, b, c = masks.padding(lengths), masks.document(ids), masks.causal()
@@ -182,6 +197,31 @@ def test_a_mask_is_a_value():
     assert repr(mask) == "Mask('causal', 0 tensors)"
     with pytest.raises(TypeError):
         _ = mask & "causal"
+
+
+def test_masks_have_no_truth_value():
+    """`a and b` would be b alone."""
+    with pytest.raises(TypeError, match=r"Mask: expected & or \| to combine masks .*, got and, or, not or if"):
+        _ = masks.causal() and masks.dilated(2)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("name", [*ALL, "expression"])
+def test_masks_can_be_copied_and_pickled(name, copied):
+    """The copy has tensors of its own, which its rule reads too."""
+    causal, window, *others = (make(SQUARE) for make in ALL.values())
+    mask = causal & window | others[-1] if name == "expression" else ALL[name](SQUARE)
+    visible = dense_of(SQUARE, mask)
+    other = copied(mask)
+    assert other.spec == mask.spec
+    assert torch.equal(dense_of(SQUARE, other), visible)
+    assert torch.equal(seen(SQUARE, other), visible)
+    for x in other.data:
+        x.zero_()
+    assert torch.equal(dense_of(SQUARE, mask), visible)
+    assert torch.equal(dense_of(SQUARE, other), seen(SQUARE, other))
 
 
 def test_text_stands_for_its_mask():

@@ -168,6 +168,30 @@ def test_refuses_a_mask_together_with_is_causal():
         scaled_dot_product_attention(query, query, query, torch.ones(3, 3, dtype=torch.bool), is_causal=True)
 
 
+@pytest.mark.parametrize(
+    ("mask", "wanted"),
+    [
+        (torch.ones(3, 3).long(), "dtype bool, float32 or torch.float32 as in query, got torch.int64"),
+        (torch.ones(3, 3).half(), "dtype bool, float32 or torch.float32 as in query, got torch.float16"),
+        (torch.ones(3, 3).bool().to_sparse(), "layout torch.strided, got torch.sparse_coo"),
+        (torch.ones(3, 3).to_sparse(), "layout torch.strided, got torch.sparse_coo"),
+    ],
+    ids=["integers", "halves", "sparse bool", "sparse float"],
+)
+def test_refuses_a_mask_by_its_own_name(mask, wanted):
+    query = torch.randn(1, 1, 3, 4)
+    with pytest.raises(TypeError, match=f"^{sdpa.SDPA}: expected attn_mask {wanted}$"):
+        scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+
+def test_autocast_takes_a_mask_of_half_type():
+    query, mask = torch.randn(1, 1, 3, 4), torch.randn(3, 3).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = scaled_dot_product_attention(query, query, query, attn_mask=mask)
+    rounded = query.bfloat16()
+    assert torch.equal(out, scaled_dot_product_attention(rounded, rounded, rounded, attn_mask=mask))
+
+
 def test_refuses_fewer_heads_without_enable_gqa():
     with pytest.raises(ValueError, match=r"leading dimensions that broadcast with \[2, 6\] .*got \[2, 2\], \[2, 2\]"):
         scaled_dot_product_attention(*(torch.randn(size) for size in GROUPED["gqa"]))

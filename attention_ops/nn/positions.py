@@ -15,6 +15,9 @@ class RotaryEmbedding(nn.Module):
 
     It stores no tables, so no cast, device or earlier offset can make one wrong.
 
+    Args:
+        rotary_dim, base, layout, scaling: as in `attention_ops.rope`.
+
     >>> rotate, x = RotaryEmbedding(), torch.randn(1, 2, 6, 8)
     >>> torch.equal(rotate(x)[:, :, 5:], rotate(x[:, :, 5:], offset=5))
     True
@@ -43,6 +46,10 @@ class RotaryEmbedding(nn.Module):
 class SinusoidalPositions(nn.Module):
     """Adds sinusoids to x [..., L, width].
 
+    Args:
+        width: the width of x, even.
+        base, layout: as in `position.sinusoidal`.
+
     >>> add, x = SinusoidalPositions(8), torch.randn(2, 6, 8)
     >>> torch.equal(add(x)[:, 5:], add(x[:, 5:], offset=5))
     True
@@ -70,6 +77,10 @@ class LearnedPositions(nn.Module):
     """Adds a learned row for each position to x [..., L, width]; a position past the table is an error.
 
     `resized` gives a longer or shorter table by linear interpolation, for those who ask for it.
+
+    Args:
+        length: the number of positions.
+        width: the width of x.
 
     >>> add, x = LearnedPositions(8, 4), torch.randn(2, 6, 4)
     >>> torch.equal(add(x)[:, 5:], add(x[:, 5:], offset=5))
@@ -132,7 +143,11 @@ class DistanceBias(nn.Module):
 
 
 class AlibiBias(DistanceBias):
-    """ALiBi: -slope |d|, in float32 whatever the type of the module. `learned` makes the slopes a parameter.
+    """ALiBi: -slope |d|, in float32 whatever the type of the module.
+
+    Args:
+        heads: the number of query heads.
+        learned: whether the slopes are a parameter.
 
     >>> AlibiBias(8)(2, 2)[0, 0].tolist()
     [[0.0, -0.5], [-0.5, 0.0]]
@@ -163,6 +178,10 @@ class AlibiBias(DistanceBias):
 class T5Bias(DistanceBias):
     """T5's learned bias of buckets of distances, for self-attention.
 
+    Args:
+        heads: the number of query heads.
+        buckets, max_distance, bidirectional: as in `position.t5_buckets`.
+
     >>> T5Bias(4, bidirectional=False)(3, 3).shape
     torch.Size([1, 4, 3, 3])
 
@@ -181,6 +200,10 @@ class T5Bias(DistanceBias):
 
 class KerpleBias(DistanceBias):
     """KERPLE's learned kernels: "log", -r1 log(1 + r2 |d|), or "power", -r1 |d|^r2.
+
+    Args:
+        heads: the number of query heads.
+        kind: "log" or "power".
 
     >>> KerpleBias(4)(1, 3).shape
     torch.Size([1, 4, 1, 3])
@@ -205,6 +228,10 @@ class KerpleBias(DistanceBias):
 class ClippedBias(DistanceBias):
     """A learned bias for each distance up to `reach`; those beyond share the last.
 
+    Args:
+        heads: the number of query heads.
+        reach: the largest distance, to either side, with a bias of its own.
+
     >>> ClippedBias(4, reach=2)(1, 5).shape
     torch.Size([1, 4, 1, 5])
 
@@ -222,6 +249,11 @@ class ClippedBias(DistanceBias):
 class ShawPositions(nn.Module):
     """Shaw's learned rows for each distance up to `reach`, added to keys and, unless told otherwise, to values: options
     of `attention` for a number of queries and keys. All heads share them.
+
+    Args:
+        width: D, and Dv too where there are rows for values.
+        reach: the largest distance, to either side, with a row of its own.
+        values: whether there are rows for values.
 
     >>> from attention_ops import attention
     >>> shaw, x = ShawPositions(8, reach=3), torch.randn(1, 2, 6, 8)
@@ -247,8 +279,12 @@ class ShawPositions(nn.Module):
 class TransformerXLPositions(nn.Module):
     """Transformer-XL's positions: sinusoids of the distance, projected for each head, and two biases of queries.
 
-    Takes a query [B, H, Lq, D] and the number of keys, memory of earlier segments included; gives the query to use and
-    options of `attention`.
+    Takes a query [B, H, Lq, D] and the number of keys, memory of earlier segments included; gives a pair, the query to
+    use and options of `attention`.
+
+    Args:
+        heads: the number of query heads.
+        width: D.
 
     >>> from attention_ops import attention
     >>> places, x = TransformerXLPositions(2, 8), torch.randn(1, 2, 6, 8)
@@ -283,6 +319,10 @@ class TransformerXLPositions(nn.Module):
 
 class WindowBias(nn.Module):
     """Swin's learned bias [1, H, h w, h w] of the cells of a window.
+
+    Args:
+        heads: the number of query heads.
+        height, width: cells of the window.
 
     >>> WindowBias(4, 2, 3)().shape
     torch.Size([1, 4, 6, 6])
