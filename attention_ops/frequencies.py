@@ -34,9 +34,15 @@ class Scaling:
     by_length: typing.ClassVar[bool] = False  # whether the length of the call matters
 
     def __post_init__(self) -> None:
-        for name in ("factor", "original_length"):
-            if not getattr(self, name, 1) > 0:
-                raise ValueError(f"{type(self).__name__}: expected {name} above 0, got {getattr(self, name)}")
+        """Every field is a finite number above 0, or several; those that are None are derived."""
+        for name in (field.name for field in dataclasses.fields(self)):
+            given = getattr(self, name)
+            numbers = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+            if given is None or all(is_number(x) and 0 < x < math.inf for x in numbers):
+                continue
+            error = ValueError if all(map(is_number, numbers)) else TypeError
+            wanted = "above 0 and finite" if error is ValueError else "a number" if numbers == [given] else "numbers"
+            raise error(f"{type(self).__name__}: expected {name} {wanted}, got {given!r}"[:200])
 
     def frequencies(self, rotary_dim: int, base: float, length: int | Tensor, device: torch.device) -> Frequencies:
         raise NotImplementedError
@@ -97,6 +103,8 @@ class YaRN(Scaling):
     attention_factor: float | None = None
 
     def frequencies(self, rotary_dim: int, base: float, length: int | Tensor, device: torch.device) -> Frequencies:
+        if base == 1:
+            raise ValueError("YaRN: expected base other than 1, at which all pairs turn alike, got 1")
         low = max(math.floor(self._pair_turning(self.beta_fast, rotary_dim, base)), 0)
         high = min(math.ceil(self._pair_turning(self.beta_slow, rotary_dim, base)), rotary_dim - 1)
         pair = torch.arange(rotary_dim // 2, dtype=torch.float64, device=device)
@@ -148,6 +156,11 @@ class LongRoPE(Scaling):
     length: int
     attention_factor: float | None = None
     by_length: typing.ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.original_length <= 1:
+            raise ValueError(f"LongRoPE: expected original_length above 1, got {self.original_length}")
 
     def frequencies(self, rotary_dim: int, base: float, length: int | Tensor, device: torch.device) -> Frequencies:
         for name, given in (("short", self.short), ("long", self.long)):
@@ -220,6 +233,10 @@ def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
     return torch.stack(torch.meshgrid(*(torch.arange(n, device=device) for n in sizes), indexing="ij")).flatten(1)
 
 
+def is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
 def _on_axes(pairs: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis, count in enumerate(pairs) for _ in range(count))
 
@@ -244,7 +261,7 @@ def scaled_frequencies(
     device: torch.device | str | None,
 ) -> Frequencies:
     for name, given, kind in (("rotary_dim", rotary_dim, int | torch.SymInt), ("base", base, int | float)):
-        if not isinstance(given, kind):
+        if not isinstance(given, kind) or isinstance(given, bool):
             raise TypeError(f"{operator}: expected {name} a number, got {type(given).__name__}")
     if rotary_dim < 0 or rotary_dim % 2:
         raise ValueError(f"{operator}: expected rotary_dim even and 0 or more, got {rotary_dim}")

@@ -310,9 +310,11 @@ def sinusoidal(
         offset = offset[..., None]
     if not isinstance(positions, Tensor):
         positions = torch.arange(positions, device=offset.device if isinstance(offset, Tensor) else device)
-    positions = positions + offset
+    if positions.dtype in (torch.bfloat16, torch.float16, torch.bool) or positions.dtype.is_complex:
+        raise TypeError(f"sinusoidal: expected positions of integers, float32 or float64, got {positions.dtype}")
+    positions = positions.double() + offset
     frequency = base ** (torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / -max(width, 1))
-    angle = positions.double()[..., None] * frequency  # [..., L, width / 2]
+    angle = positions[..., None] * frequency  # [..., L, width / 2]
     parts = (angle.sin().to(dtype), angle.cos().to(dtype))
     return torch.cat(parts, -1) if layout == "half" else torch.stack(parts, -1).flatten(-2)
 

@@ -17,6 +17,7 @@ from .frequencies import (
     axial,
     frequencies,
     grid,
+    is_number,
     scaled_frequencies,
     sections,
 )
@@ -98,7 +99,7 @@ def rope(
     return torch.ops.attention_ops.rope(x, inverse, positions, offset, axes, layout == "interleaved", factor)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rope:
     """Rotary positions as an option of `attention`, with the arguments of `rope` but `offset`.
 
@@ -195,7 +196,7 @@ def _chosen_frequencies(
     if frequencies is not None:
         _check_frequencies(frequencies)
     else:
-        width = x.shape[-1] if rotary_dim is None and x.dim() else rotary_dim or 0
+        width = rotary_dim if rotary_dim is not None else x.shape[-1] if x.dim() else 0
         length = _length(x, positions, offset) if scaling is not None and scaling.by_length else 0
         return scaled_frequencies("rope", width, base, scaling, length, x.device)
     if rotary_dim is not None or scaling is not None or base != BASE:
@@ -207,7 +208,7 @@ def _check_frequencies(frequencies: Frequencies) -> None:
     inverse, factor, axes = frequencies
     wanted = (
         ("inverse", inverse, "a Tensor", isinstance(inverse, Tensor)),
-        ("factor", factor, "a number", isinstance(factor, int | float) and not isinstance(factor, bool)),
+        ("factor", factor, "a number", is_number(factor)),
         ("axes", axes, "a tuple of integers", isinstance(axes, tuple) and all(isinstance(axis, int) for axis in axes)),
     )
     for name, given, kind, fits in wanted:
@@ -233,15 +234,21 @@ def _places(x: Tensor, positions: Tensor | None, offset: int | Tensor, of: objec
     if positions is None:
         positions = torch.arange(x.shape[-2], device=offset.device)
     if offset.dim() == 0:
-        return positions + offset, 0
+        return _exact(positions) + offset, 0
     batch = positions.shape[-own - 1] if positions.dim() > own else 1
     if batch != 1 and len(offset) not in (1, batch):
         raise ValueError(f"rope: expected offset length {batch} as in positions, got {len(offset)}")
-    return positions + offset.reshape(-1, *(1,) * own), 0
+    return _exact(positions) + offset.reshape(-1, *(1,) * own), 0
+
+
+def _exact(positions: Tensor) -> Tensor:
+    """As numbers to add to; what the operator refuses is left to it."""
+    refused = (torch.bool, torch.float16, torch.bfloat16)
+    return positions if positions.dtype in refused or positions.dtype.is_complex else positions.double()
 
 
 def _length(x: Tensor, positions: Tensor | None, offset: int) -> int | Tensor:
     """The largest position + 1."""
     if positions is None:
         return x.shape[-2] + offset
-    return positions.max() + 1 + offset if positions.numel() else 0
+    return _exact(positions.max()) + 1 + offset if positions.numel() else 0

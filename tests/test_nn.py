@@ -87,6 +87,39 @@ def test_half_types(name, dtype):
 
 
 @pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_biases_of_half_types(name, dtype):
+    """Nothing leaves the type's range, where minus infinity would hide a key, and gradients are finite."""
+    torch.manual_seed(0)
+    module = BIASES[name]().to(dtype)
+    bias = module.distance_bias(512, 512)
+    wanted = copy.deepcopy(module).double().distance_bias(512, 512)
+    assert bias.isfinite().all()
+    torch.testing.assert_close(bias.double(), wanted.double(), rtol=1e-5, atol=1e-5)
+    query, key, value = torch.randn(3, 1, bias.shape[1], 512, 8, dtype=dtype)
+    query.requires_grad_()
+    attention(query, key, value, distance_bias=bias, mask="causal").sum().backward()
+    assert all(x.grad.isfinite().all() for x in (query, *module.parameters()))
+
+
+def test_fixed_slopes_survive_new_memory():
+    with torch.device("meta"):
+        module = nn.AlibiBias(4)
+    module.to_empty(device="cpu")
+    module.load_state_dict(nn.AlibiBias(4).state_dict())
+    assert torch.equal(module.slopes, nn.AlibiBias(4).slopes)
+
+
+def test_positions_of_another_length_are_refused():
+    x, places = torch.randn(3, 1, 8), torch.tensor([4, 5, 6])
+    for module in (nn.LearnedPositions(10, 8), nn.SinusoidalPositions(8)):
+        refuses(ValueError, r"positions \[..., 1\] as in x, got \[3\]", module, x, positions=places)
+        assert module(x, positions=places[:, None]).shape == (3, 1, 8)
+    query = torch.randn(2, 1, 6, 8)
+    refuses(ValueError, r"query \[..., 4, L, 8\], got \[2, 1, 6, 8\]", nn.TransformerXLPositions(4, 8), query, 6)
+
+
+@pytest.mark.parametrize("name", BIASES)
 def test_a_cached_step_has_the_last_row_of_the_whole(name):
     module = BIASES[name]()
     whole = module(6, 6)

@@ -257,6 +257,68 @@ def test_wrong_options_of_attention(name):
 
 
 def test_scalings_refuse_what_divides_by_zero():
-    refuses(ValueError, "factor above 0, got 0", rotary.Linear, 0)
-    refuses(ValueError, "original_length above 0, got 0", rotary.YaRN, 2.0, 0)
-    refuses(ValueError, "original_length above 0, got -1", rotary.DynamicNTK, 2.0, -1)
+    refuses(ValueError, "factor above 0 and finite, got 0", rotary.Linear, 0)
+    refuses(ValueError, "original_length above 0 and finite, got 0", rotary.YaRN, 2.0, 0)
+    refuses(ValueError, "original_length above 0 and finite, got -1", rotary.DynamicNTK, 2.0, -1)
+
+
+def test_offsets_are_added_without_rounding_or_wrapping():
+    x, far = torch.randn(1, 1, 2, 8), 2**20 - 10
+    for positions, offset in ((torch.tensor([0.1, 0.2]), far), (torch.tensor([126, 127], dtype=torch.int8), 5)):
+        wanted = rope(x, positions=positions.double() + offset)
+        for given in (offset, torch.tensor(offset), torch.tensor([offset])):
+            assert torch.equal(rope(x, positions=positions, offset=given), wanted)
+        added = position.sinusoidal(positions, 8, offset=offset)
+        assert torch.equal(added, position.sinusoidal(positions.double() + offset, 8))
+
+
+def test_a_scaling_sees_positions_of_narrow_types():
+    x, positions = torch.randn(1, 1, 2, 8), torch.tensor([32766, 32767])
+    scaling = rotary.DynamicNTK(2.0, 2048)
+    wanted = rope(x, positions=positions, scaling=scaling)
+    assert torch.equal(rope(x, positions=positions.short(), scaling=scaling), wanted)
+    assert not torch.equal(rope(x, positions=positions), wanted)
+
+
+def test_sinusoids_refuse_positions_that_are_rounded():
+    with pytest.raises(TypeError, match="sinusoidal: expected positions of integers, float32 or float64, got"):
+        position.sinusoidal(torch.tensor([257.0]).bfloat16(), 8)
+
+
+BAD_SCALINGS = {
+    "text": (TypeError, "YaRN: expected factor a number, got 'a'", lambda: rotary.YaRN("a", 10)),
+    "turns": (ValueError, "YaRN: expected beta_fast above 0 and finite, got 0.0", lambda: rotary.YaRN(2.0, 10, 0.0)),
+    "infinite": (
+        ValueError,
+        "Linear: expected factor above 0 and finite, got inf",
+        lambda: rotary.Linear(math.inf),
+    ),
+    "list": (
+        ValueError,
+        r"LongRoPE: expected short above 0 and finite, got \(0.0, 1.0\)",
+        lambda: rotary.LongRoPE((0.0, 1.0), (1.0, 1.0), 10, 40),
+    ),
+    "short": (
+        ValueError,
+        "LongRoPE: expected original_length above 1",
+        lambda: rotary.LongRoPE((1,), (1,), 1, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SCALINGS)
+def test_scalings_refuse_what_is_no_number(name):
+    error, message, make = BAD_SCALINGS[name]
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_yarn_refuses_a_base_of_one():
+    with pytest.raises(ValueError, match="YaRN: expected base other than 1"):
+        rope(torch.randn(1, 1, 2, 8), base=1.0, scaling=rotary.YaRN(2.0, 10))
+
+
+@pytest.mark.parametrize("given", ["", [], 0.0, False])
+def test_a_rotary_dim_that_is_no_number_is_refused(given):
+    with pytest.raises(TypeError, match="rotary_dim"):
+        rope(torch.randn(1, 1, 2, 8), rotary_dim=given)

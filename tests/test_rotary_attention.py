@@ -56,6 +56,24 @@ def test_equals_rotating_first(name, dtype, strides, device):
 
 
 @pytest.mark.every_isa
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_equals_rotating_first_after_earlier_keys(dtype, layout):
+    """Queries have the last positions."""
+    sizes = ((2, 4, 70, 16), (2, 2, 150, 16), (2, 2, 150, 5))
+    tensors = [torch.randn(size, dtype=dtype).requires_grad_() for size in sizes]
+    option = rotary.Rope(layout=layout)
+    ours = with_gradients(lambda *x: attention(*x, mask="causal", rope=option), tensors)
+    wanted = with_gradients(
+        lambda q, k, v: attention(
+            rotary.rope(q, offset=80, layout=layout), rotary.rope(k, layout=layout), v, mask="causal"
+        ),
+        tensors,
+    )
+    assert all(map(torch.equal, ours, wanted))
+
+
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equals_rotating_first_at_length(dtype):
     """Where rows are packed, too: heads of one row lie next to each other, a multiple of 1 KiB apart."""
@@ -274,6 +292,13 @@ def test_wrong_tables(name):
     table = OPS.rope_table(key, rotary.frequencies(8).inverse)
     with pytest.raises(error, match=f"attention: expected {message}"):
         OPS.attention(query, key, value, [], rope_table=change(table))
+
+
+def test_the_private_operator_refuses_a_table_without_rows_for_the_queries():
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8)
+    table = OPS.rope_table(key, rotary.frequencies(8).inverse)
+    with pytest.raises(RuntimeError):
+        OPS._rotary_attention_forward(query, key, key, None, None, None, [], "", 0.3, 0.0, 0.0, None, table, False)
 
 
 def test_derivatives_by_the_table_are_refused():

@@ -63,6 +63,7 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, x: Tensor, *, positions: Tensor | None = None, offset: int | Tensor = 0) -> Tensor:
         _check_width("SinusoidalPositions", x, self.width)
+        _check_places("SinusoidalPositions", x, positions)
         places = x.shape[-2] if positions is None else positions
         added = position.sinusoidal(
             places, self.width, offset=offset, base=self.base, layout=self.layout, dtype=x.dtype, device=x.device
@@ -97,6 +98,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor, *, positions: Tensor | None = None, offset: int | Tensor = 0) -> Tensor:
         _check_width("LearnedPositions", x, self.weight.shape[1])
+        _check_places("LearnedPositions", x, positions)
         if positions is None and not isinstance(offset, Tensor):
             if offset < 0 or offset + x.shape[-2] > len(self.weight):
                 self._refuse(f"{offset} to {offset + x.shape[-2] - 1}")
@@ -168,9 +170,9 @@ class AlibiBias(DistanceBias):
         return position.alibi(self.slopes.float(), queries, keys, offset=offset)
 
     def _apply(self, *args: object, **kwargs: object) -> "AlibiBias":
-        """A cast of the module moves fixed slopes and does not round them."""
+        """A cast of the module moves fixed slopes and does not round them, and memory that is new gets them."""
         super()._apply(*args, **kwargs)
-        if not isinstance(self.slopes, nn.Parameter) and self.slopes.dtype != torch.float32:
+        if not isinstance(self.slopes, nn.Parameter):
             self.slopes = position.alibi_slopes(self.heads).to(self.slopes.device)
         return self
 
@@ -199,7 +201,8 @@ class T5Bias(DistanceBias):
 
 
 class KerpleBias(DistanceBias):
-    """KERPLE's learned kernels: "log", -r1 log(1 + r2 |d|), or "power", -r1 |d|^r2.
+    """KERPLE's learned kernels: "log", -r1 log(1 + r2 |d|), or "power", -r1 |d|^r2; in float32 where the module
+    is of a half type, which many such numbers are beyond.
 
     Args:
         heads: the number of query heads.
@@ -220,9 +223,11 @@ class KerpleBias(DistanceBias):
         self.r2_logit = nn.Parameter(torch.rand(heads).clamp(0.01, 0.99).logit())
 
     def distance_bias(self, queries: int, keys: int, *, offset: int | Tensor = 0) -> Tensor:
+        wide = torch.promote_types(self.log_r1.dtype, torch.float32)
+        r1, r2 = self.log_r1.to(wide).exp(), self.r2_logit.to(wide)
         if self.kind == "log":  # r2 > 0
-            return position.kerple_log(self.log_r1.exp(), self.r2_logit.exp(), queries, keys, offset=offset)
-        return position.kerple_power(self.log_r1.exp(), 2 * self.r2_logit.sigmoid(), queries, keys, offset=offset)
+            return position.kerple_log(r1, r2.exp(), queries, keys, offset=offset)
+        return position.kerple_power(r1, 2 * r2.sigmoid(), queries, keys, offset=offset)
 
 
 class ClippedBias(DistanceBias):
@@ -309,6 +314,9 @@ class TransformerXLPositions(nn.Module):
         self, query: Tensor, keys: int, *, offset: int | Tensor = 0, scale: float | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         _check_width("TransformerXLPositions", query, self.content.shape[1])
+        if query.dim() < 3 or query.shape[-3] != self.heads:
+            wanted = f"[..., {self.heads}, L, {self.content.shape[1]}]"
+            raise ValueError(f"TransformerXLPositions: expected query {wanted}, got {list(query.shape)}")
         behind = -position.distances(query.shape[-2], keys, offset=offset, device=query.device)
         weight = self.project.weight
         waves = position.sinusoidal(behind, weight.shape[1], layout="half", dtype=weight.dtype)
@@ -342,3 +350,8 @@ class WindowBias(nn.Module):
 def _check_width(operator: str, x: Tensor, width: int) -> None:
     if x.dim() < 2 or x.shape[-1] != width:
         raise ValueError(f"{operator}: expected x [..., L, {width}], got {list(x.shape)}")
+
+
+def _check_places(operator: str, x: Tensor, positions: Tensor | None) -> None:
+    if positions is not None and positions.shape[-1:] != x.shape[-2:-1]:
+        raise ValueError(f"{operator}: expected positions [..., {x.shape[-2]}] as in x, got {list(positions.shape)}")

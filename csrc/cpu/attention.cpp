@@ -37,13 +37,12 @@ bool decodes(const Attention& a) {
 Pair forward_of(const Attention& a, const Rotation& of_queries) {
   if (decodes(a)) return in_element_type(a.query, [&]<class E>() { return decode<E>(a); });
   return in_row_types(a, [&]<class T, class E>() -> Pair {
-    Loaded<T, E, E> loaded(a);
+    const Loaded<T, E, E> loaded(a);
     const Turns<T> turns(of_queries);
-    loaded.problem.turn = turns.of_queries(a.query.size(2));
     const Problem<T, E>& p = loaded.problem;
     const Tensor out = empty_rows<E>(a.query, {p.batch, p.heads, p.queries, p.value_width});
     const Tensor lse = empty_of<T>(a.query, {p.batch, p.heads, p.queries});
-    const AttentionForward<T, E> kernel(p, {result_view<E>(out), lse.mutable_data_ptr<T>()});
+    const AttentionForward<T, E> kernel(p, {result_view<E>(out), lse.mutable_data_ptr<T>()}, turns.view());
     run_tasks(kernel.pack_tasks(), p.row_operations(), 0, [&](Index task, Arena&) { kernel.pack(task); });
     run_tasks(kernel.tasks(), p.pair_operations(), kernel.scratch_bytes(),
               [&](Index task, Arena& arena) { kernel.run(task, arena); });
@@ -57,10 +56,11 @@ Pair forward_cpu(const Attention& a) {
   return forward_of(a);
 }
 
-// The gradients, or their tangents in a direction. The kernel turns those of rows.
+// The gradients, or their tangents in a direction.
 template <class T, class E>
 Six gradients_of(const Loaded<T, E, E>& loaded, const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse,
-                 std::array<bool, 6> needed, const BackwardTangent<T>* along = nullptr, const Rotation& back = {}) {
+                 std::array<bool, 6> needed, const BackwardTangent<T>* along = nullptr, const Rotation& of_queries = {},
+                 const Rotation& of_keys = {}) {
   Gradients<T, E> grads;
   if (needed[0]) grads.query = empty_rows<E>(a.query, a.query.sizes());
   if (needed[1]) grads.key = empty_rows<E>(a.key, a.key.sizes());
@@ -68,8 +68,8 @@ Six gradients_of(const Loaded<T, E, E>& loaded, const Attention& a, In out, In l
   if (needed[3] && a.bias) grads.bias = on_large_pages(at::empty(a.bias->sizes(), a.bias->options()));
   if (needed[4] && a.distance) grads.distance = empty_of<T>(a.query, a.distance->sizes());
   if (needed[5] && a.sinks) grads.sinks = empty_of<T>(a.query, a.sinks->sizes());
-  const Turns<T> turns(back);
-  grads.turn_query = turns.of_queries(a.query.size(2)), grads.turn_key = turns.of_keys();
+  const Turns<T> query_turns(of_queries), key_turns(of_keys);
+  grads.turn_query = query_turns.view(), grads.turn_key = key_turns.view();
   const Tensor grads_of_rows = grad_out ? *grad_out : at::zeros({1}, out.options()).expand_as(out);
   const Operand<E> out_rows(out), grad_rows = queries_of<E>(grads_of_rows, a, Place::grad_out);
   const Vector<T> lse_rows(lse), grad_lse_rows(grad_lse);
@@ -87,10 +87,10 @@ Six gradients_of(const Loaded<T, E, E>& loaded, const Attention& a, In out, In l
 }  // namespace
 
 Six backward_of(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 6> needed,
-                const Rotation& back) {
+                const Rotation& of_queries, const Rotation& of_keys) {
   return in_row_types(a, [&]<class T, class E>() -> Six {
     return gradients_of<T, E>(Loaded<T, E, E>(a, /*is_backward=*/true), a, out, lse, grad_out, grad_lse, needed,
-                              /*along=*/nullptr, back);
+                              /*along=*/nullptr, of_queries, of_keys);
   });
 }
 

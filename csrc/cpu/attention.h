@@ -4,14 +4,14 @@
 
 namespace attention_ops {
 
-// Whether rows are so few that they are decoded, where kernels turn none.
+// Whether rows are so few that they are decoded.
 bool decodes(const Attention& a);
 
-// The kernel turns the queries; keys come as they are multiplied.
+// Keys come as they are multiplied; queries are turned on the way, but not in decoding.
 Pair forward_of(const Attention& a, const Rotation& of_queries = {});
 
-// Query and key come as they are multiplied; the kernel turns their gradients.
+// Queries and keys come as they are multiplied; their gradients are turned on the way.
 Six backward_of(const Attention& a, In out, In lse, Opt grad_out, Opt grad_lse, std::array<bool, 6> needed,
-                const Rotation& back = {});
+                const Rotation& of_queries = {}, const Rotation& of_keys = {});
 
 }  // namespace attention_ops

@@ -11,7 +11,7 @@ RopeView<E> rope_view(const Tensor& x, E* data) {
   return {data, {x.stride(0), x.stride(1), x.stride(2), x.stride(3)}};
 }
 
-// The rotation of rows; without a table there is none.
+// The rotation of rows by a table with a row for each; without one there is none.
 struct Rotation {
   const Tensor* table = nullptr;
   bool interleaved = false, inverse = false;
@@ -32,22 +32,18 @@ class Turns {
              by.interleaved,
              by.inverse};
   }
-  const RowTurn<T>& of_keys() const { return view_; }
-  // They have the table's last rows.
-  RowTurn<T> of_queries(Index queries) const {
-    return view_.defined() ? view_.from_row(table_.size(1) - queries) : view_;
-  }
+  const RowTurn<T>& view() const { return view_; }
 
  private:
   Tensor table_;
   RowTurn<T> view_;
 };
 
-// Rows that have the table's last rows; `out` may be x.
+// `out` may be x.
 inline void turn_rows(const Tensor& out, In x, const Rotation& by) {
   in_element_type(x, [&]<class E>() {
     const Turns<Wide<E>> turns(by);
-    const Rope<E> kernel({x.size(0), x.size(1), x.size(2), x.size(3)}, turns.of_queries(x.size(2)),
+    const Rope<E> kernel({x.size(0), x.size(1), x.size(2), x.size(3)}, turns.view(),
                          rope_view(x, static_cast<const E*>(x.const_data_ptr())),
                          rope_view(out, static_cast<E*>(out.mutable_data_ptr())));
     run_tasks(kernel.tasks(), kernel.operations(), 0, [&](Index task, Arena&) { kernel.run(task); });

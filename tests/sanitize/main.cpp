@@ -123,8 +123,8 @@ class Trial {
     grad_distance_view_ = {grad_distance_.get(), shared ? 1 : s_.B, shared ? 1 : s_.H};
   }
 
-  void forward() {
-    const AttentionForward<T, E> kernel(p_, {rows<E>(out_.get(), s_.H, s_.Lq, s_.Dv), lse_.get()});
+  void forward(const RowTurn<T>& turn = {}) {
+    const AttentionForward<T, E> kernel(p_, {rows<E>(out_.get(), s_.H, s_.Lq, s_.Dv), lse_.get()}, turn);
     for (Index task = 0; task < kernel.pack_tasks(); ++task) kernel.pack(task);
     run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
   }
@@ -162,9 +162,14 @@ class Trial {
   bool turns() {
     if (s_.Lq == 0) return true;
     const Index pairs = draw(0, s_.D / 2), length = std::max(s_.Lq, s_.Lk), row = 2 * pairs;
-    const Array<T> table = normal<T>(s_.B * length * row);
-    const RowTurn<T> turn{table.get(), length * row, row, pairs, draw(0, 1) == 1, draw(0, 1) == 1};
-    const auto turned = [&](const E* from, Index heads, Index rows) {
+    const bool shared = draw(0, 1), interleaved = draw(0, 1), inverse = draw(0, 1);
+    const Array<T> table = normal<T>((shared ? 1 : s_.B) * length * row);
+    const auto last = [&](Index rows) {
+      return RowTurn<T>{
+          table.get() + (length - rows) * row, shared ? 0 : length * row, row, pairs, interleaved, inverse};
+    };
+    const RowTurn<T> of_queries = last(s_.Lq), of_keys = last(s_.Lk);
+    const auto turned = [&](const RowTurn<T>& turn, const E* from, Index heads, Index rows) {
       std::vector<E> to(s_.B * heads * rows * s_.D);
       for (Index n = 0; n < s_.B * heads * rows; ++n)
         turn(to.data() + n * s_.D, from + n * s_.D, 1, s_.D, n / rows / heads, n % rows);
@@ -174,13 +179,12 @@ class Trial {
       return a.empty() || std::memcmp(a.data(), b, a.size() * sizeof(E)) == 0;
     };
     const Matrices<const E> natural = p_.q;
-    const std::vector<E> q = turned(natural.data, s_.H, s_.Lq);
+    const std::vector<E> q = turned(of_queries, natural.data, s_.H, s_.Lq);
     p_.q.data = q.data();
     forward();
     const std::vector<E> out(out_.get(), out_.get() + all_rows_ * s_.Dv);
-    p_.q = natural, p_.turn = turn;
-    forward();
-    p_.turn = {};
+    p_.q = natural;
+    forward(of_queries);
     const ValueGradient<T, E> source(s_.Dv);
     const BackwardInput<T, E> input{rows<const E>(out_.get(), s_.H, s_.Lq, s_.Dv),
                                     rows<const E>(grad_out_.get(), s_.H, s_.Lq, s_.Dv), lse_.get(), grad_lse_.get()};
@@ -188,8 +192,9 @@ class Trial {
     result.grad_query = rows<E>(grad_q_.get(), s_.H, s_.Lq, s_.D);
     result.grad_key = rows<E>(grad_k_.get(), s_.Hkv, s_.Lk, s_.D);
     backward_from(source, input, result);
-    const std::vector<E> grad_q = turned(grad_q_.get(), s_.H, s_.Lq), grad_k = turned(grad_k_.get(), s_.Hkv, s_.Lk);
-    result.turn_query = result.turn_key = turn;
+    const std::vector<E> grad_q = turned(of_queries, grad_q_.get(), s_.H, s_.Lq);
+    const std::vector<E> grad_k = turned(of_keys, grad_k_.get(), s_.Hkv, s_.Lk);
+    result.turn_query = of_queries, result.turn_key = of_keys;
     backward_from(source, input, result);
     return same(out, out_.get()) && same(grad_q, grad_q_.get()) && same(grad_k, grad_k_.get());
   }

@@ -229,8 +229,9 @@ void AttentionBackward<T, E>::finish_panel(Index task) const {
     const Matrices<E>& grad = result_.grad_query;
     E* rows = grad.at(b, h) + first * grad.row_stride;
     lanes_to_rows(rows, grad.row_stride, sum, kWidth, factors, int(count), p_.width);
-    for (Index q = 0; result_.turn_query.defined() && q < count; ++q, rows += grad.row_stride)
-      result_.turn_query(rows, rows, 1, p_.width, b, first + q);
+    if (result_.turn_query.defined())
+      for (E* line = rows; line < rows + count * grad.row_stride; line += grad.row_stride)
+        result_.turn_query(line, line, 1, p_.width, b, first + (line - rows) / grad.row_stride);
   }
   if (shared_.row_sums)
     for (Index q = 0; q < count; ++q) {

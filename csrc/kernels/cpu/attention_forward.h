@@ -8,6 +8,7 @@
 #include "kernels/cpu/dropout.h"
 #include "kernels/cpu/key_columns.h"
 #include "kernels/cpu/lane_products.h"
+#include "kernels/cpu/row_turn.h"
 
 namespace attention_ops {
 
@@ -21,9 +22,11 @@ struct ForwardResult {
 template <class T, class E = T>
 class AttentionForward {
  public:
-  AttentionForward(const Problem<T, E>& problem, const ForwardResult<T, E>& result)
+  // `turn`, if defined, is of the queries' rows.
+  AttentionForward(const Problem<T, E>& problem, const ForwardResult<T, E>& result, const RowTurn<T>& turn = {})
       : p_(problem),
         result_(result),
+        turn_(turn),
         values_(problem.v, problem.batch, problem.key_heads, problem.keys, problem.value_width) {}
 
   // Come first, in any order.
@@ -34,7 +37,7 @@ class AttentionForward {
   size_t scratch_bytes() const {
     Scratch scratch;
     Pieces count;
-    scratch.take(count, p_);
+    scratch.take(count, p_, turn_.defined());
     return count.bytes;
   }
 
@@ -43,7 +46,7 @@ class AttentionForward {
     [[maybe_unused]] const ProductUnit<E> unit;
     Scratch scratch;
     Pieces pieces(&arena);
-    scratch.take(pieces, p_);
+    scratch.take(pieces, p_, turn_.defined());
     const Index panels = Panels::number(p_.queries), bh = task / panels;
     const Site<T, E> site(p_, bh / p_.heads, bh % p_.heads);
     Panels panel(p_, panels - 1 - task % panels);
@@ -74,8 +77,8 @@ class AttentionForward {
     LaneInt<T>*moves = nullptr, *keep = nullptr;
     ScoreTile<T> tile;
 
-    void take(Pieces& pieces, const Problem<T, E>& p) {
-      if (p.turn.defined()) pieces(turned, kWidth * p.width);
+    void take(Pieces& pieces, const Problem<T, E>& p, bool turns) {
+      if (turns) pieces(turned, kWidth * p.width);
       pieces(q_t, round_up(p.width, kDepthUnit<E>) * kWidth);
       if (kPaired<E>) pieces(rounded, kTileKeys * kWidth);
       pieces(o_t, round_up(p.value_width, kRowUnit<E>) * kWidth);
@@ -96,9 +99,9 @@ class AttentionForward {
 
   PaddedRows<E> rows_of(const Scratch& w, const Site<T, E>& site, const Panels& panel) const {
     const PaddedRows<E> rows{site.q + panel.first * p_.q.row_stride, p_.q.row_stride};
-    if (!p_.turn.defined()) return rows;
+    if (!turn_.defined()) return rows;
     for (int r = 0; r < panel.count; ++r)
-      p_.turn(w.turned + r * p_.width, rows.data + r * rows.stride, 1, p_.width, site.b, panel.first + r);
+      turn_(w.turned + r * p_.width, rows.data + r * rows.stride, 1, p_.width, site.b, panel.first + r);
     return {w.turned, p_.width};
   }
 
@@ -291,6 +294,7 @@ class AttentionForward {
 
   const Problem<T, E>& p_;
   ForwardResult<T, E> result_;
+  RowTurn<T> turn_;
   KeyColumns<E> values_;
 };
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kernels/cpu/row_norm.h"
+#include "kernels/cpu/row_turn.h"
 #include "kernels/cpu/tangents.h"
 
 namespace attention_ops {

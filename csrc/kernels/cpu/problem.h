@@ -7,7 +7,6 @@
 #include "kernels/cpu/arena.h"
 #include "kernels/cpu/elementary.h"
 #include "kernels/cpu/pairs.h"
-#include "kernels/cpu/row_turn.h"
 #include "kernels/mask/mask.h"
 #include "kernels/philox.h"
 #include "kernels/view.h"
@@ -51,7 +50,6 @@ struct Problem {
   const int64_t *true_heads = nullptr, *true_rows = nullptr;  // what the mask calls each head and row
   T scale = 1, softcap = 0;                                   // softcap 0: none
   Dropout dropout;
-  RowTurn<T> turn;  // of the rows of q, which the forward pass turns as it takes them
 
   Index group() const { return heads / key_heads; }
   bool adds() const { return bias.defined() || distance.defined(); }  // to the scores

@@ -15,12 +15,8 @@ struct RowTurn {
   bool interleaved = false, inverse = false;
 
   bool defined() const { return table; }
-  RowTurn from_row(Index first) const {
-    RowTurn rest = *this;
-    rest.table += first * row_stride;
-    return rest;
-  }
-  // Row l of batch b, its elements `step` apart; `out` may be x.
+  // Row l of batch b of x, whose elements are `step` apart. Those of out are next to each other; where those of x are
+  // too, it may be x.
   template <class E>
   void operator()(E* out, const E* x, Index step, Index width, Index b, Index l) const {
     const T* cosines = table + b * batch_stride + l * row_stride;
