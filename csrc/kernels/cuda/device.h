@@ -179,6 +179,13 @@ DEVICE double sin(double x) {
 DEVICE double cos(double x) {
   return ::cos(x);
 }
+// a * b, rounded, and not made one operation with a sum that takes it.
+DEVICE float multiply(float a, float b) {
+  return __fmul_rn(a, b);
+}
+DEVICE double multiply(double a, double b) {
+  return __dmul_rn(a, b);
+}
 // a * b + c, rounded once.
 DEVICE float fma(float a, float b, float c) {
   return ::fmaf(a, b, c);

@@ -145,6 +145,10 @@ inline double cos(double x) {
   return std::cos(x);
 }
 template <class T>
+T multiply(T a, T b) {
+  return a * b;
+}
+template <class T>
 T fma(T a, T b, T c) {
   return std::fma(a, b, c);
 }
