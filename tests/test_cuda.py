@@ -93,6 +93,37 @@ def test_what_stands_at_a_hidden_place_is_never_read(kind, junk, dtype, device):
         assert after.isfinite().all()
 
 
+@pytest.mark.parametrize("place", ["query", "key"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_nothing_hidden_reaches_a_gradient_through_a_softcap(place, dtype, device):
+    """Also where no other gradient is asked for, whose pass would see that it is not a number."""
+    tensors = {name: torch.randn(1, 1, 70, 8).to(dtype) for name in ("query", "key", "value")}
+    tensors[place][0, 0, 65] = torch.nan
+    leaves = {name: t.to(device).requires_grad_(name == place) for name, t in tensors.items()}
+    lengths = torch.tensor([60], device=device)
+    mask = masks.padding(queries=lengths) if place == "query" else masks.padding(lengths)
+    attention_ops.attention(**leaves, mask=mask, softcap=2.0).sum().backward()
+    grad = leaves[place].grad.cpu()
+    assert grad[0, 0, :60].isfinite().all()
+    assert not grad[0, 0, 60:].any()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_scale_below_the_numbers_of_float32(dtype, device):
+    query, key, value = (torch.randn(1, 1, 70, 8).to(dtype).to(device) for _ in range(3))
+    out = attention_ops.attention(query, key, value, mask="causal", scale=1e-50).cpu().double()
+    mean = value.cpu().double().cumsum(2) / torch.arange(1, 71)[:, None]
+    torch.testing.assert_close(out, mean, atol=torch.finfo(dtype).eps * 4, rtol=torch.finfo(dtype).eps * 4)
+
+
+def test_a_window_beyond_every_position(device):
+    query, key = torch.randn(1, 1, 3, 4).to(device), torch.randn(1, 1, 9, 4).to(device)
+    for mask in (masks.sliding_window(-(2**31), None), masks.sliding_window(None, -(2**31))):
+        found = attention_ops.attention(query, key, key, mask=mask | masks.dilated(2))
+        wanted = attention_ops.attention(query, key, key, mask=masks.dilated(2))
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("place", ["query", "key", "value"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_nan_reaches_exactly_the_rows_that_see_it(place, dtype, device):
