@@ -36,6 +36,15 @@ def test_widths_of_half_types(dtype, width, device):
         test_attention.check(cases.Case(cases.Shape(1, 2, 1, 70, 75, 8, width), dtype=dtype, sinks=True), device)
 
 
+@pytest.mark.parametrize("extra", [None, 2.5], ids=["plain", "softcap"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_shared_memory_of_the_smallest_blocks(width, extra):
+    """99 KB, as of compute capabilities 8.6, 8.9 and 12.0."""
+    with on_model(shared_kilobytes=99):
+        shape = cases.Shape(1, 1, 1, 70, 75, width, 8)
+        test_attention.check(cases.Case(shape, dtype=torch.bfloat16, mask="causal", softcap=extra))
+
+
 @pytest.mark.parametrize("shape", cases.EMPTY_SHAPES, ids=str)
 def test_empty(shape, device):
     for dtype in (torch.float32, torch.bfloat16):

@@ -162,7 +162,7 @@ inline float reciprocal_fast(float x) {
 }
 
 inline int shared_memory_limit() {
-  return 227 * 1024;
+  return gpu_model::options().shared_bytes;
 }
 
 template <class... Parameters>
