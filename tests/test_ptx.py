@@ -45,6 +45,12 @@ def test_tensor_cores(lengths, mask, dtype):
 
 
 @pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("mask", ["dense", "ranges", "padding", "block_sparse"])
+def test_tensors_of_a_mask_are_read_within_their_bounds(mask):
+    check(2, 1, 1, 70, 75, 16, 16, dtype=torch.bfloat16, mask=mask)
+
+
+@pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize("width", [72, 136])
 def test_wide_rows_on_tensor_cores(width):
     check(1, 1, 1, 70, 40, width, width, dtype=torch.bfloat16, mask="causal")
@@ -90,6 +96,12 @@ def test_any_schedule_gives_the_same_bits():
         with on_model(*schedule, ptx=True):
             outs.append(attention_ops.attention(query, key, value, mask="causal"))
     assert all(torch.equal(outs[0], out) for out in outs[1:])
+
+
+def test_rows_of_a_tile_lie_at_multiples_of_their_bytes(modules):
+    """Their addresses are found by flipping bits within them; a row has 512 bytes at most."""
+    for module in modules:
+        assert [int(n) % 512 for n in re.findall(r"^\.extern \.shared \.align (\d+)", module.read_text(), re.M)] == [0]
 
 
 @pytest.mark.usefixtures("loaded")

@@ -53,7 +53,8 @@ DEVICE int first_bit(uint32_t bits) {
 }
 
 // --- memory ---
-extern __shared__ __align__(128) unsigned char shared_memory[];
+// Addresses in a tile are found by flipping bits within a row, of 512 bytes at most.
+extern __shared__ __align__(512) unsigned char shared_memory[];
 
 template <class E>
 struct Shared {
