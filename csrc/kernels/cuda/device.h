@@ -219,14 +219,15 @@ template <class... Parameters>
 void launch(void (*kernel)(Parameters...), Index blocks, int threads, int shared_bytes, cudaStream_t stream,
             const std::type_identity_t<Parameters>&... parameters) {
   const auto check = [](cudaError_t error) {
-    if (error != cudaSuccess)
-      throw std::runtime_error("attention_ops: expected a CUDA kernel to start, got " +
-                               std::string(cudaGetErrorString(error)));
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // or whoever asks next would be told of it again
+    throw std::runtime_error("attention_ops: expected a CUDA kernel to start, got " +
+                             std::string(cudaGetErrorString(error)));
   };
   if (blocks <= 0) return;
   if (shared_bytes > 48 * 1024)
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-  // Kernels walk over their tasks in steps of the grid, so that any number of them will do.
+  // Plain kernels walk over their tasks in steps of the grid, so that any number of them will do.
   const unsigned grid = static_cast<unsigned>(std::min<Index>(blocks, 0x7fffffff));
   kernel<<<grid, threads, shared_bytes, stream>>>(parameters...);
   check(cudaGetLastError());
