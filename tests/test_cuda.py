@@ -169,6 +169,26 @@ def test_a_row_of_one_huge_number_weighs_its_keys_alike(fill, dtype, device):
     torch.testing.assert_close(value.grad, share, atol=2 * info.eps, rtol=4 * info.eps)
 
 
+def check_huge_scores(many: int, dtype: torch.dtype, device: str) -> None:
+    """Of 1e10: what rounding takes off one, as an exponent, is far beyond 2^128."""
+    query, value = torch.full((1, 1, 70, 64), 30000.0).to(dtype), torch.randn(1, 1, 70, 64).to(dtype)
+    key = query * torch.tensor([1.0, 0.5, 0.25])[torch.arange(70) % many, None].to(dtype)
+    found, exact = (value.to(*to, copy=True).requires_grad_() for to in ((device,), (torch.float64,)))
+    out, lse = attention_ops.attention(query.to(device), key.to(device), found, return_lse=True)
+    wanted, wanted_lse = reference.attention(query.double(), key.double(), exact, return_lse=True)
+    out.sum().backward()
+    wanted.sum().backward()
+    torch.testing.assert_close(out.cpu().double(), wanted, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=0, rtol=1e-6)
+    torch.testing.assert_close(found.grad.cpu().double(), exact.grad, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("many", [1, 3])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_huge_scores(many, dtype, device):
+    check_huge_scores(many, dtype, device)
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_bitwise_equal_from_run_to_run(dtype, device):
     leaves = [torch.randn(1, 2, 150, 24).to(dtype).to(device).requires_grad_() for _ in range(3)]
