@@ -43,11 +43,16 @@ def model():
 
 @contextlib.contextmanager
 def on_model(
-    lanes: int = 0, blocks: int = 0, seed: int = 1, late_copies: bool = True, ptx: bool = False
+    lanes: int = 0,
+    blocks: int = 0,
+    seed: int = 1,
+    late_copies: bool = True,
+    ptx: bool = False,
+    shared_kilobytes: int = 227,
 ) -> Iterator[None]:
     """CPU tensors go through the CUDA kernels, or their PTX if some is loaded; what the model finds is an error."""
     ops = model()
-    ops.set_options(lanes, blocks, seed, late_copies, ptx)
+    ops.set_options(lanes, blocks, seed, late_copies, ptx, shared_kilobytes)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Overriding a previously registered kernel.*")
         ops.use(True)

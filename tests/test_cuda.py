@@ -36,6 +36,15 @@ def test_widths_of_half_types(dtype, width, device):
         test_attention.check(cases.Case(cases.Shape(1, 2, 1, 70, 75, 8, width), dtype=dtype, sinks=True), device)
 
 
+@pytest.mark.parametrize("extra", [None, 2.5], ids=["plain", "softcap"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_shared_memory_of_the_smallest_blocks(width, extra):
+    """99 KB, as of compute capabilities 8.6, 8.9 and 12.0."""
+    with on_model(shared_kilobytes=99):
+        shape = cases.Shape(1, 1, 1, 70, 75, width, 8)
+        test_attention.check(cases.Case(shape, dtype=torch.bfloat16, mask="causal", softcap=extra))
+
+
 @pytest.mark.parametrize("shape", cases.EMPTY_SHAPES, ids=str)
 def test_empty(shape, device):
     for dtype in (torch.float32, torch.bfloat16):
@@ -93,6 +102,37 @@ def test_what_stands_at_a_hidden_place_is_never_read(kind, junk, dtype, device):
         assert after.isfinite().all()
 
 
+@pytest.mark.parametrize("place", ["query", "key"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_nothing_hidden_reaches_a_gradient_through_a_softcap(place, dtype, device):
+    """Also where no other gradient is asked for, whose pass would see that it is not a number."""
+    tensors = {name: torch.randn(1, 1, 70, 8).to(dtype) for name in ("query", "key", "value")}
+    tensors[place][0, 0, 65] = torch.nan
+    leaves = {name: t.to(device).requires_grad_(name == place) for name, t in tensors.items()}
+    lengths = torch.tensor([60], device=device)
+    mask = masks.padding(queries=lengths) if place == "query" else masks.padding(lengths)
+    attention_ops.attention(**leaves, mask=mask, softcap=2.0).sum().backward()
+    grad = leaves[place].grad.cpu()
+    assert grad[0, 0, :60].isfinite().all()
+    assert not grad[0, 0, 60:].any()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_scale_below_the_numbers_of_float32(dtype, device):
+    query, key, value = (torch.randn(1, 1, 70, 8).to(dtype).to(device) for _ in range(3))
+    out = attention_ops.attention(query, key, value, mask="causal", scale=1e-50).cpu().double()
+    mean = value.cpu().double().cumsum(2) / torch.arange(1, 71)[:, None]
+    torch.testing.assert_close(out, mean, atol=torch.finfo(dtype).eps * 4, rtol=torch.finfo(dtype).eps * 4)
+
+
+def test_a_window_beyond_every_position(device):
+    query, key = torch.randn(1, 1, 3, 4).to(device), torch.randn(1, 1, 9, 4).to(device)
+    for mask in (masks.sliding_window(-(2**31), None), masks.sliding_window(None, -(2**31))):
+        found = attention_ops.attention(query, key, key, mask=mask | masks.dilated(2))
+        wanted = attention_ops.attention(query, key, key, mask=masks.dilated(2))
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("place", ["query", "key", "value"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_nan_reaches_exactly_the_rows_that_see_it(place, dtype, device):
@@ -127,6 +167,26 @@ def test_a_row_of_one_huge_number_weighs_its_keys_alike(fill, dtype, device):
     attention_ops.attention(query, key, value, bias=bias).sum().backward()
     share = torch.full_like(value, 5 / 70)
     torch.testing.assert_close(value.grad, share, atol=2 * info.eps, rtol=4 * info.eps)
+
+
+def check_huge_scores(many: int, dtype: torch.dtype, device: str) -> None:
+    """Of 1e10: what rounding takes off one, as an exponent, is far beyond 2^128."""
+    query, value = torch.full((1, 1, 70, 64), 30000.0).to(dtype), torch.randn(1, 1, 70, 64).to(dtype)
+    key = query * torch.tensor([1.0, 0.5, 0.25])[torch.arange(70) % many, None].to(dtype)
+    found, exact = (value.to(*to, copy=True).requires_grad_() for to in ((device,), (torch.float64,)))
+    out, lse = attention_ops.attention(query.to(device), key.to(device), found, return_lse=True)
+    wanted, wanted_lse = reference.attention(query.double(), key.double(), exact, return_lse=True)
+    out.sum().backward()
+    wanted.sum().backward()
+    torch.testing.assert_close(out.cpu().double(), wanted, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=0, rtol=1e-6)
+    torch.testing.assert_close(found.grad.cpu().double(), exact.grad, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("many", [1, 3])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_huge_scores(many, dtype, device):
+    check_huge_scores(many, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -86,6 +86,24 @@ def test_rows_that_see_nothing(device):
     assert lse[1].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 20])
+def test_a_sink_that_is_no_number_shows(queries, dtype, device):
+    query, key = (torch.randn(1, 2, n, 8).to(dtype).to(device) for n in (queries, 70))
+    sinks = torch.tensor([0.0, torch.nan], dtype=dtype, device=device)
+    out, lse = attention_ops.attention(query, key, key, sinks=sinks, return_lse=True)
+    assert out[0, 0].isfinite().all()
+    assert lse[0, 0].isfinite().all()
+    assert out[0, 1].isnan().all()
+    assert lse[0, 1].isnan().all()
+
+
+def test_shared_memory_of_the_smallest_blocks():
+    """99 KB, as of compute capabilities 8.6, 8.9 and 12.0: the widest rows, as many as there may be."""
+    with on_model(shared_kilobytes=99):
+        check("cpu", 4, 4, 70, 512, 8, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("keys", [0, 5])
 @pytest.mark.parametrize("widths", [(0, 4), (4, 0)])
 def test_empty(widths, keys, device):

@@ -8,6 +8,7 @@ import nvcc
 import ptx
 import pytest
 import test_attention
+import test_cuda
 import test_decode
 import torch
 from backends import model, on_model
@@ -42,6 +43,12 @@ def check(*sizes: int, **more: object) -> None:
 def test_tensor_cores(lengths, mask, dtype):
     """Forward, dk dv and dq; whole tiles, ragged ones, and lengths that differ."""
     check(1, 2, 1, *lengths, 64, 64, dtype=dtype, mask=mask)
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("mask", ["dense", "ranges", "padding", "block_sparse"])
+def test_tensors_of_a_mask_are_read_within_their_bounds(mask):
+    check(2, 1, 1, 70, 75, 16, 16, dtype=torch.bfloat16, mask=mask)
 
 
 @pytest.mark.usefixtures("loaded")
@@ -90,6 +97,12 @@ def test_any_schedule_gives_the_same_bits():
         with on_model(*schedule, ptx=True):
             outs.append(attention_ops.attention(query, key, value, mask="causal"))
     assert all(torch.equal(outs[0], out) for out in outs[1:])
+
+
+def test_rows_of_a_tile_lie_at_multiples_of_their_bytes(modules):
+    """Their addresses are found by flipping bits within them; a row has 512 bytes at most."""
+    for module in modules:
+        assert [int(n) % 512 for n in re.findall(r"^\.extern \.shared \.align (\d+)", module.read_text(), re.M)] == [0]
 
 
 @pytest.mark.usefixtures("loaded")
@@ -168,3 +181,11 @@ def test_what_the_interpreter_does_not_know_stops_it(modules, tmp_path):
     load_faulty(modules, tmp_path, r"ldmatrix\.sync", "ldmatrix.later")
     with pytest.raises(RuntimeError, match=r"unknown instruction: ldmatrix\.later"):
         forward()
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("many", [1, 3])
+def test_huge_scores(many, dtype):
+    with on_model(ptx=True):
+        test_cuda.check_huge_scores(many, dtype, "cpu")

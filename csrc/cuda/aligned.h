@@ -3,6 +3,8 @@
 #pragma once
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "ops/allocate.h"
 #include "ops/ops.h"
 
@@ -15,12 +17,14 @@ inline bool has_rows_by_distance(const Attention& a) {
   return a.distance && a.distance->size(3) > 1;
 }
 
-// Empty problems have nothing to multiply.
+// Empty problems have nothing to multiply. A block on tensor cores takes one tile, of 64 rows or more, so there must
+// not be more of them than a grid has blocks.
 inline bool on_tensor_cores(const Attention& a) {
   const auto fits = [](int64_t width) { return width > 0 && width <= kWidestRow; };
   const bool empty = a.query.size(2) == 0 || a.key.size(2) == 0;
-  return a.query.element_size() == 2 && !empty && !has_rows_by_distance(a) && fits(a.query.size(3)) &&
-         fits(a.value.size(3));
+  const int64_t tiles = a.query.size(0) * a.query.size(1) * (std::max(a.query.size(2), a.key.size(2)) / 64 + 1);
+  return a.query.element_size() == 2 && !empty && tiles < (int64_t(1) << 31) && !has_rows_by_distance(a) &&
+         fits(a.query.size(3)) && fits(a.value.size(3));
 }
 
 inline bool is_aligned(const Tensor& x) {

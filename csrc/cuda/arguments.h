@@ -75,6 +75,7 @@ class Loaded {
     if (a.bias) problem.bias = read_view(call.reads(*a.bias));
     problem.distance = distance_.view();
     problem.sinks = sinks_.data();
+    for (const Tensor& x : a.mask_data) call.reads(x);
     const MaskArguments mask(a);
     problem.mask = MaskProgram(mask.view(problem.queries, problem.keys));
     problem.scale = a.scale, problem.softcap = a.softcap;

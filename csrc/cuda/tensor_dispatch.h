@@ -8,7 +8,7 @@ namespace attention_ops {
 
 template <class E, int Width, class F>
 void with_extra(const Problem& p, F&& f) {
-  if (p.softcap > 0 || p.adds() || p.sinks || p.dropout.on() || p.scale <= 0)
+  if (p.softcap > 0 || p.adds() || p.sinks || p.dropout.on() || float(p.scale) <= 0)
     f.template operator()<E, Width, true>();
   else
     f.template operator()<E, Width, false>();

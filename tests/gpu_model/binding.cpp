@@ -25,9 +25,10 @@ void use(bool on) {
 }
 
 // Schedules: 0 forward, 1 reverse, 2 shuffled.
-void set_options(int64_t lanes, int64_t blocks, int64_t seed, bool late_copies, bool ptx) {
-  gpu_model::options() = {gpu_model::Order(lanes), gpu_model::Order(blocks), static_cast<uint64_t>(seed), late_copies,
-                          ptx};
+void set_options(int64_t lanes, int64_t blocks, int64_t seed, bool late_copies, bool ptx, int64_t shared_kilobytes) {
+  gpu_model::options() = {
+      gpu_model::Order(lanes),     gpu_model::Order(blocks), static_cast<uint64_t>(seed), late_copies, ptx,
+      int(shared_kilobytes) * 1024};
 }
 
 std::vector<int64_t> take_counters() {
@@ -41,7 +42,10 @@ int64_t take_loads() {
 
 TORCH_LIBRARY(attention_ops_gpu_model, m) {
   m.def("use(bool on) -> ()", use);
-  m.def("set_options(int lanes, int blocks, int seed, bool late_copies, bool ptx=False) -> ()", set_options);
+  m.def(
+      "set_options(int lanes, int blocks, int seed, bool late_copies, bool ptx=False, "
+      "int shared_kilobytes=227) -> ()",
+      set_options);
   m.def("load_ptx(str[] modules, str[] names, int[] offsets) -> ()", gpu_model::ptx::load);
   m.def("take_counters() -> int[]", take_counters);
   m.def("take_loads() -> int", take_loads);

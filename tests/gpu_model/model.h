@@ -23,8 +23,9 @@ struct Options {
   Order lanes = Order::forward;  // which thread goes next of those that can
   Order blocks = Order::forward;
   uint64_t seed = 1;
-  bool late_copies = true;  // asynchronous copies land when they are waited for, or at once
-  bool ptx = false;         // runs the PTX of the kernels instead of their source
+  bool late_copies = true;        // asynchronous copies land when they are waited for, or at once
+  bool ptx = false;               // runs the PTX of the kernels instead of their source
+  int shared_bytes = 227 * 1024;  // that a block may have
 };
 
 // Accesses of whole warps: passes over shared memory, and the fewest that would do. Loads of global memory by threads.

@@ -206,6 +206,8 @@ void end_lane(Lane& lane) {
 
 void launch(int64_t blocks, int threads, int shared_bytes, const Kernel& kernel) {
   static uint64_t launches = 0;
+  if (shared_bytes > options().shared_bytes)
+    return report("too-much-shared-memory", Line::current(), std::to_string(shared_bytes) + " bytes of a block");
   Block b{};
   b.launch = ++launches;
   b.blocks = blocks, b.threads = threads, b.kernel = &kernel, b.random = options().seed * 0x9e3779b97f4a7c15ull + 1;

@@ -53,7 +53,8 @@ DEVICE int first_bit(uint32_t bits) {
 }
 
 // --- memory ---
-extern __shared__ __align__(128) unsigned char shared_memory[];
+// Addresses in a tile are found by flipping bits within a row, of 512 bytes at most.
+extern __shared__ __align__(512) unsigned char shared_memory[];
 
 template <class E>
 struct Shared {
@@ -179,6 +180,13 @@ DEVICE double sin(double x) {
 DEVICE double cos(double x) {
   return ::cos(x);
 }
+// a * b, rounded, and not made one operation with a sum that takes it.
+DEVICE float multiply(float a, float b) {
+  return __fmul_rn(a, b);
+}
+DEVICE double multiply(double a, double b) {
+  return __dmul_rn(a, b);
+}
 // a * b + c, rounded once.
 DEVICE float fma(float a, float b, float c) {
   return ::fmaf(a, b, c);
@@ -211,14 +219,15 @@ template <class... Parameters>
 void launch(void (*kernel)(Parameters...), Index blocks, int threads, int shared_bytes, cudaStream_t stream,
             const std::type_identity_t<Parameters>&... parameters) {
   const auto check = [](cudaError_t error) {
-    if (error != cudaSuccess)
-      throw std::runtime_error("attention_ops: expected a CUDA kernel to start, got " +
-                               std::string(cudaGetErrorString(error)));
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // or whoever asks next would be told of it again
+    throw std::runtime_error("attention_ops: expected a CUDA kernel to start, got " +
+                             std::string(cudaGetErrorString(error)));
   };
   if (blocks <= 0) return;
   if (shared_bytes > 48 * 1024)
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-  // Kernels walk over their tasks in steps of the grid, so that any number of them will do.
+  // Plain kernels walk over their tasks in steps of the grid, so that any number of them will do.
   const unsigned grid = static_cast<unsigned>(std::min<Index>(blocks, 0x7fffffff));
   kernel<<<grid, threads, shared_bytes, stream>>>(parameters...);
   check(cudaGetLastError());

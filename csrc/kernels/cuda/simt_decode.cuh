@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     }
     const T base = m > -kInfinity<T> ? m : T(0);
     const auto factor = [&](T from) { return from == base ? T(1) : device::exp2(from - base); };
-    T l = sink > -kInfinity<T> ? factor(sink) : T(0);
+    T l = sink != -kInfinity<T> ? factor(sink) : T(0);
     for (Index c = 0; c < plan.chunks; ++c)
       l += factor(row_value<T>(plan.m, place(c))) * row_value<T>(plan.l, place(c));
     const T inverse = l == 0 ? T(0) : T(p.dropout.scale()) / l;

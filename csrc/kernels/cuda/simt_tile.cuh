@@ -199,7 +199,8 @@ DEVICE T added(const Site& site, Index i, Index j) {
   return sum;
 }
 
-// From a product to a score in log2 units, minus infinity where hidden, and the softcap's tanh.
+// From a product to a score in log2 units, minus infinity where hidden, and the softcap's tanh. Every kernel rounds it
+// alike: one score is taken from another.
 template <class T>
 DEVICE void finish_score(T& s, T& tanh, bool visible, const Site& site, Index i, Index j) {
   const Problem& p = site.of;
@@ -210,9 +211,9 @@ DEVICE void finish_score(T& s, T& tanh, bool visible, const Site& site, Index i,
   }
   if (p.softcap > 0) {
     tanh = device::tanh(s * T(p.scale / p.softcap));
-    s = tanh * T(p.softcap * kLog2e<double>);
+    s = device::multiply(tanh, T(p.softcap * kLog2e<double>));
   } else {
-    s *= T(p.scale * kLog2e<double>);
+    s = device::multiply(s, T(p.scale * kLog2e<double>));
   }
   if (p.adds()) s += added<T>(site, i, j);
 }

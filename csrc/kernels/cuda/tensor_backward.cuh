@@ -45,10 +45,13 @@ DEVICE void finish_products(float (&s)[M][N][4], float (&dp)[M][N][4], float (&s
   drop_gradient<Transposed, S>(dp, memory, tile);
 }
 
+// A hidden place, whose ds is 0, may have any slope.
 template <class S, int M, int N, int SlopeM, int SlopeN>
 DEVICE void apply_slope(float (&ds)[M][N][4], const float (&slope)[SlopeM][SlopeN][4], const Problem& p) {
   if constexpr (S::kExtra)
-    if (p.softcap > 0) each_element<M, N>([&](int m, int n, int e) { ds[m][n][e] *= slope[m][n][e]; });
+    if (p.softcap > 0)
+      each_element<M, N>(
+          [&](int m, int n, int e) { ds[m][n][e] = ds[m][n][e] == 0 ? 0 : ds[m][n][e] * slope[m][n][e]; });
 }
 
 }  // namespace attention_ops

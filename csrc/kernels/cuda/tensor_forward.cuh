@@ -43,7 +43,9 @@ struct TensorRows {
     for (int h = 0; h < 2 * M; ++h) m[h] = sink, l[h] = device::thread() % 4 == 0 && sink != -kInfinity<float>;
   }
 
-  // s := p; scores are s * unit in log2 units, unit > 0. Returns alpha.
+  // s := p; scores are s * unit in log2 units, unit > 0. Returns alpha. Differences come before the products: a product
+  // that becomes one operation with the subtraction after it keeps what rounding took off the base, which for a huge
+  // score is a huge exponent.
   template <int N>
   DEVICE float update(float (&s)[N][4], int h, float unit) {
     const int e = h % 2 * 2;
@@ -52,13 +54,13 @@ struct TensorRows {
     for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[n][e], s[n][e + 1]));
     top = fmaxf(top, device::shuffle_xor(top, 1));
     top = fmaxf(top, device::shuffle_xor(top, 2));
-    const float base = top == -kInfinity<float> ? 0 : top * unit;  // nothing visible yet
-    const float alpha = m[h] == top ? 1 : device::exp2_fast(m[h] * unit - base);
+    const float base = top == -kInfinity<float> ? 0 : top;  // nothing visible yet
+    const float alpha = m[h] == top ? 1 : device::exp2_fast((m[h] - base) * unit);
     float sum = 0;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = e; i < e + 2; ++i) sum += s[n][i] = device::exp2_fast(s[n][i] * unit - base);
+      for (int i = e; i < e + 2; ++i) sum += s[n][i] = device::exp2_fast((s[n][i] - base) * unit);
     m[h] = top;
     l[h] = l[h] * alpha + sum;
     return alpha;

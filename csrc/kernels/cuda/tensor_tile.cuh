@@ -273,10 +273,11 @@ DEVICE void finish_scores(float (&s)[M][N][4], float (&slope)[M][N][4], const Te
   if (p.softcap > 0)
     each_element<M, N>([&](int m, int n, int e) {
       const float x = tanh_fast(s[m][n][e] * factor);
-      slope[m][n][e] = 1 - x * x, s[m][n][e] = unit * x;
+      slope[m][n][e] = 1 - x * x, s[m][n][e] = device::multiply(unit, x);
     });
   else
-    each_element<M, N>([&](int m, int n, int e) { s[m][n][e] *= float(p.scale * kLog2e<double>); });
+    each_element<M, N>(
+        [&](int m, int n, int e) { s[m][n][e] = device::multiply(s[m][n][e], float(p.scale * kLog2e<double>)); });
   if (!p.adds()) return;
   if (p.bias.element == Element::float32)
     add_bias<Transposed, float>(s, tile, hidden);

@@ -11,8 +11,8 @@ struct SlidingWindow {
 
   HOST_DEVICE explicit SlidingWindow(const MaskSite& site)
       : low(int64_t(site.offset()) - site.argument(0)), high(int64_t(site.offset()) + site.argument(1)) {
-    low = std::max<int64_t>(low, std::numeric_limits<int32_t>::min());
-    high = std::min<int64_t>(high, std::numeric_limits<int32_t>::max());
+    constexpr int64_t least = std::numeric_limits<int32_t>::min(), most = std::numeric_limits<int32_t>::max();
+    low = std::clamp(low, least, most), high = std::clamp(high, least, most);
   }
   HOST_DEVICE Cover cover(const Tile& t) const {
     const int64_t least = int64_t(t.first_key) - t.last_row, most = int64_t(t.last_key) - t.first_row;

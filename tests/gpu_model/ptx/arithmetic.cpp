@@ -160,7 +160,7 @@ Execute compare(const std::vector<Type>& types) {
 Execute select(const std::vector<Type>&) {
   return [](Warp& w, const Instruction& in, uint32_t lanes) {
     const Row &a = w.source(in, 0), &b = w.source(in, 1), &p = w.source(in, 2);
-    w.set(in, 0, lanes, [&](int i) { return p[i] ? a[i] : b[i]; });
+    w.set(in, 0, lanes, [&](int i) { return (p[i] ? a[i] : b[i]) & ~uint64_t(0) >> (64 - 8 * in.bytes); });
   };
 }
 
@@ -202,6 +202,31 @@ Execute to_word(const std::vector<Type>& types) {
   };
 }
 
+// A product of 32 bits that is not said to be rounded. The assembler makes one operation of it and of a sum that takes
+// it, so what rounding took off, a float too, stands in the upper half of its register; a move leaves it there.
+void product(Warp& w, const Instruction& in, uint32_t lanes) {
+  const Row &a = w.source(in, 0), &b = w.source(in, 1);
+  w.set(in, 0, lanes, [&](int i) {
+    const float x = value<float>(a[i]), y = value<float>(b[i]), rounded = x * y, rest = std::fma(x, y, -rounded);
+    return bits_of(rounded) | (std::isfinite(rest) ? bits_of(rest) << 32 : 0);
+  });
+}
+// The sum of a product as it was before it was rounded, and another number as it is.
+template <bool Negated>
+void sum(Warp& w, const Instruction& in, uint32_t lanes) {
+  const Row &a = w.source(in, 0), &b = w.source(in, 1);
+  w.set(in, 0, lanes, [&](int i) {
+    const float x = value<float>(a[i]), y = Negated ? -value<float>(b[i]) : value<float>(b[i]);
+    const float rest = value<float>(a[i] >> 32), other = Negated ? -value<float>(b[i] >> 32) : value<float>(b[i] >> 32);
+    return rest != 0 || other != 0 ? float((double(x) + y) + (rest != 0 ? rest : other)) : x + y;
+  });
+}
+template <bool Negated>
+Execute sum_of(const std::vector<Type>& types) {
+  constexpr auto wrapped = [](auto a, decltype(a) b) { return Negated ? a - b : a + b; };
+  return types[0] == Type::f32 ? sum<Negated> : of_bits_or_floats<wrapped>(types);
+}
+
 float flushed(float x) {
   return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x;
 }
@@ -210,14 +235,14 @@ constexpr auto kExp2Flushed = [](float a) { return flushed(std::exp2(flushed(a))
 
 const std::map<std::string, Factory>& table() {
   constexpr auto add = [](auto a, decltype(a) b) { return a + b; };
-  constexpr auto subtract = [](auto a, decltype(a) b) { return a - b; };
   constexpr auto multiply = [](auto a, decltype(a) b) { return a * b; };
   constexpr auto fused = [](auto a, decltype(a) b, decltype(a) c) { return std::fma(a, b, c); };
   static const std::map<std::string, Factory> all = {
-      {"add", of_bits_or_floats<add>},
+      {"add", sum_of<false>},
       {"add.rn", of_floats<add>},
-      {"sub", of_bits_or_floats<subtract>},
-      {"mul", of_floats<multiply>},
+      {"sub", sum_of<true>},
+      {"mul",
+       [](const std::vector<Type>& types) { return types[0] == Type::f32 ? product : of_floats<multiply>(types); }},
       {"mul.rn", of_floats<multiply>},
       {"mul.lo", of_bits<multiply>},
       {"mul.wide", multiply_wide},

@@ -110,7 +110,7 @@ void move(Warp& w, const Instruction& in, uint32_t lanes) {
   if (in.to.size() > 1) return unpack(w, in, lanes);
   if (in.from.size() > 1) return pack(w, in, lanes);
   const Row& a = w.source(in, 0);
-  w.set(in, 0, lanes, [&](int i) { return a[i]; });
+  w.set(in, 0, lanes, [&](int i) { return in.bytes == 4 ? uint32_t(a[i]) : a[i]; });
 }
 
 // Between an address in a space and a generic one: `segment` is that of the space.

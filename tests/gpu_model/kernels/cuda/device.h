@@ -145,6 +145,10 @@ inline double cos(double x) {
   return std::cos(x);
 }
 template <class T>
+T multiply(T a, T b) {
+  return a * b;
+}
+template <class T>
 T fma(T a, T b, T c) {
   return std::fma(a, b, c);
 }
@@ -158,7 +162,7 @@ inline float reciprocal_fast(float x) {
 }
 
 inline int shared_memory_limit() {
-  return 227 * 1024;
+  return gpu_model::options().shared_bytes;
 }
 
 template <class... Parameters>
