@@ -48,7 +48,7 @@ rule compile_cuda
   deps = gcc
   description = compile $out
 rule link_cuda
-  command = $nvcc -dlink -Xnvlink -v $flags $in -o $out
+  command = $nvcc -dlink -Xnvlink -v -Xfatbin=-compress-all $flags $in -o $out
   description = link $out
 rule link
   command = $cxx $in -o $out $flags
