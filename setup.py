@@ -48,6 +48,9 @@ rule compile_cuda
   depfile = $out.d
   deps = gcc
   description = compile $out
+rule link_cuda
+  command = $nvcc -dlink -Xnvlink -v -Xfatbin=-compress-all $flags $in -o $out
+  description = link $out
 rule link
   command = $cxx $in -o $out $flags
   description = link $out
@@ -161,15 +164,26 @@ class BuildLibraries(build_ext):
         includes = ["-Icsrc", *(f"-isystem{escaped(path)}" for path in paths.include_paths())]
         torch_folders = [f"-L{escaped(path)}" for path in paths.library_paths()]
         cuda = toolkit()
+        cuda_flags = ["-Xcompiler", "-fPIC,-fvisibility=hidden", cuda.code]
         lines = [RULES, f"builddir = {escaped(folder)}", f"cxx = {cxx}", f"nvcc = {cuda.root}/bin/nvcc -ccbin {cxx}"]
         for extension in self.extensions:
-            objects = []
+            objects, relocatable = [], []
             for source in extension.sources:
                 objects.append(escaped(folder / extension.name / source) + ".o")
                 rule = "compile_cuda" if source.endswith(".cu") else "compile"
-                flags = cuda.flags if source.endswith(".cu") else [*flags_of(extension.name), *includes]
+                if source.endswith(".cu"):
+                    flags = [*CUDA["COMMON_FLAGS"], "-Xptxas", "-v", *cuda_flags]
+                    if CUDA["relocatable"](source):
+                        flags += ["-rdc=true", CUDA["MOST_REGISTERS"]]
+                        relocatable.append(objects[-1])
+                else:
+                    flags = [*flags_of(extension.name), *includes]
                 lines.append(f"build {objects[-1]}: {rule} {source} | {escaped(folder / 'toolchain.json')}")
                 lines.append(f"  flags = {' '.join(flags)}")
+            if relocatable:
+                objects.append(escaped(folder / extension.name / "device.o"))
+                lines.append(f"build {objects[-1]}: link_cuda {' '.join(relocatable)}")
+                lines.append(f"  flags = {' '.join(cuda_flags)}")
             library = escaped(pathlib.Path(self.get_ext_fullpath(extension.name)).resolve())
             lines.append(f"build {library}: link {' '.join(objects)} | csrc/no_symbols.map")
             needs = ["-ltorch_cpu", "-lc10", *(cuda.libraries if extension.name == CUDA_LIBRARY else ())]

@@ -8,16 +8,26 @@ import subprocess
 import sys
 import typing
 
-# Binary code for each, and PTX of the last, which the driver compiles for later ones.
+# Binary code for each, and PTX, which the driver compiles for later ones.
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 # Kernels call the constexpr functions of the standard library: minimum, maximum, limits.
 COMMON_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Icsrc")
+# The kernels use nothing that 8.0 has not, so all architectures are assembled from one PTX.
+VIRTUAL = "compute_80"
+# Of functions that are called, so that two blocks of 256 threads find registers.
+MOST_REGISTERS = "-maxrregcount=128"
+
+
+def relocatable(source: str) -> bool:
+    """Whether functions are compiled once and called, not copied into each kernel: so for plain arithmetic, where it
+    takes a sixth of the time; kernels on tensor cores keep their registers over a call."""
+    return pathlib.PurePath(source).name.startswith("simt")
 
 
 class Toolkit(typing.NamedTuple):
     root: str | None  # None: the CUDA kernels are not built
     says: str  # the version and the architectures, or why there are none
-    flags: tuple[str, ...] = ()
+    code: str = ""  # nvcc's option for the architectures
     libraries: tuple[str, ...] = ()
 
 
@@ -37,7 +47,7 @@ def find(torch) -> Toolkit:
         reason = f"torch is built with CUDA {torch.version.cuda} and nvcc is {version}"
     if reason is None:
         names = architectures()
-        return Toolkit(root, f"{version} for {', '.join(names)}", flags(names), libraries(root))
+        return Toolkit(root, f"{version} for {', '.join(names)}", code(names), libraries(root))
     if wanted == "1":
         sys.exit(f"attention_ops: expected what ATTENTION_OPS_CUDA=1 needs, got {reason}")
     return Toolkit(None, f"not built: {reason}")
@@ -74,14 +84,11 @@ def architectures() -> list[str]:
     return names
 
 
-def flags(names: list[str]) -> tuple[str, ...]:
-    code = []
-    for name in names:
-        number = name.removesuffix("+PTX").replace(".", "")
-        code.append(f"-gencode=arch=compute_{number},code=sm_{number}")
-        if name.endswith("+PTX"):
-            code.append(f"-gencode=arch=compute_{number},code=compute_{number}")
-    return (*COMMON_FLAGS, "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v", *code)
+def code(names: list[str]) -> str:
+    kinds = ["sm_" + re.sub(r"\D", "", name.removesuffix("+PTX")) for name in names]
+    if any(name.endswith("+PTX") for name in names):
+        kinds.append(VIRTUAL)
+    return f"-gencode=arch={VIRTUAL},code=[{','.join(kinds)}]"
 
 
 def libraries(root: str) -> tuple[str, ...]:

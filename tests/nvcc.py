@@ -75,7 +75,8 @@ def ptx(file: str) -> pathlib.Path:
         if not result.exists():
             partly = result.with_suffix(".part")
             source = f"csrc/cuda/{file}.cu"
-            run(tool("nvcc"), *CUDA["COMMON_FLAGS"], "-arch=compute_80", "-lineinfo", "-ptx", source, "-o", partly)
+            flags = [*CUDA["COMMON_FLAGS"], f"-arch={CUDA['VIRTUAL']}", "-lineinfo", "-ptx"]
+            run(tool("nvcc"), *flags, source, "-o", partly)
             partly.rename(result)
     return result
 
@@ -84,24 +85,54 @@ def ptx(file: str) -> pathlib.Path:
 class Kernel:
     name: str
     threads: int  # of a block, at most
+    blocks: int  # that a multiprocessor is to have at least
     registers: int
     spilled: int  # bytes
 
 
-def kernels(file: str, architecture: str) -> list[Kernel]:
-    """What the assembler says of the kernels of a file."""
+def assembled(file: str, architecture: str) -> str:
+    """What the assembler says of a file, and the linker where kernels call functions that are compiled once."""
     source = ptx(file)
     log = source.with_suffix(f".{architecture}.log")
     with alone(file):
         if not log.exists():
-            log.write_text(run(tool("ptxas"), "-v", f"-arch={architecture}", source, "-o", "/dev/null"))
-    threads = dict(re.findall(r"\.entry (\w+)\([^)]*\)\s*\.maxntid (\d+)", source.read_text()))
-    said = re.findall(
-        r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
-        log.read_text(),
-        re.S,
-    )
-    return [Kernel(name, int(threads[name]), int(used), int(stores) + int(loads)) for name, stores, loads, used in said]
+            binary, flags = source.with_suffix(f".{architecture}.cubin"), ["-v", f"-arch={architecture}"]
+            if CUDA["relocatable"](f"{file}.cu"):
+                says = run(tool("ptxas"), *flags, "-c", CUDA["MOST_REGISTERS"], source, "-o", binary)
+                says += run(tool("nvlink"), *flags, binary, "-o", binary.with_suffix(".linked"))
+            else:
+                says = run(tool("ptxas"), *flags, source, "-o", binary)
+            log.write_text(says)
+    return log.read_text()
+
+
+def spills(file: str, architecture: str) -> dict[str, int]:
+    """Bytes that each kernel spills, stores and loads together, with those of its copies of functions; or, where these
+    are called, that each kernel and each function spills."""
+    copies = not CUDA["relocatable"](f"{file}.cu")
+    total: dict[str, int] = {}
+    kernel = ""
+    said = r"entry function '(\w+)'|Function properties for (\w+)\n.* (\d+) bytes spill stores, (\d+) bytes spill loads"
+    for entry, name, stores, loads in re.findall(said, assembled(file, architecture)):
+        if entry:
+            kernel = entry
+        else:
+            owner = kernel if copies else name
+            total[owner] = total.get(owner, 0) + int(stores) + int(loads)
+    return total
+
+
+def kernels(file: str, architecture: str) -> list[Kernel]:
+    """What the compiler's log says of the kernels of a file."""
+    bounds = r"\.entry (\w+)\([^)]*\)\s*\.maxntid (\d+).*\s*(?:\.minnctapersm (\d+))?"
+    asked = {
+        name: (int(threads), int(blocks or 1)) for name, threads, blocks in re.findall(bounds, ptx(file).read_text())
+    }
+    linked = r"Function properties for '(\w+)'.*\n.*used (\d+) registers"
+    whole = r"entry function '(\w+)'(?:.*\n)+?.*Used (\d+) registers"
+    said = re.findall(linked if CUDA["relocatable"](f"{file}.cu") else whole, assembled(file, architecture))
+    spilled = spills(file, architecture)
+    return [Kernel(name, *asked[name], int(used), spilled[name]) for name, used in said]
 
 
 def main() -> None:

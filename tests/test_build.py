@@ -122,6 +122,12 @@ def test_architectures_are_those_of_torchs_variable() -> None:
     assert "from 8.0 on such as 9.0+PTX, got 7.5" in wrong or wrong.startswith("not built: torch is built with")
 
 
+def test_code_is_made_for_each_architecture_and_ptx_where_it_is_asked_for() -> None:
+    code = runpy.run_path(str(PACKAGE / "_cuda.py"))["code"]
+    assert code(["8.6"]) == "-gencode=arch=compute_80,code=[sm_86]"
+    assert code(["8.0", "9.0a", "12.0+PTX"]) == "-gencode=arch=compute_80,code=[sm_80,sm_90,sm_120,compute_80]"
+
+
 def test_an_instruction_set_that_is_not_there() -> None:
     message = import_error(ROOT, ATTENTION_OPS_ISA="abacus")
     assert "expected ATTENTION_OPS_ISA one of baseline" in message

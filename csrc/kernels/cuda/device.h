@@ -13,7 +13,8 @@
 #include "kernels/view.h"
 
 #define DEVICE __device__ __forceinline__
-// For what is long and seldom run: one copy in each kernel.
+// For what is long: called, not copied to its callers. What it is given by reference lies in local memory, so a function
+// of numbers copies them first, and it makes its own SimtMemory, whose places it then knows to be shared.
 #define DEVICE_APART inline __device__ __noinline__
 
 namespace attention_ops::device {
@@ -159,19 +160,19 @@ DEVICE uint32_t pack(float low, float high) {
 DEVICE float exp2(float x) {
   return ::exp2f(x);
 }
-DEVICE double exp2(double x) {
+DEVICE_APART double exp2(double x) {
   return ::exp2(x);
 }
 DEVICE float log2(float x) {
   return ::log2f(x);
 }
-DEVICE double log2(double x) {
+DEVICE_APART double log2(double x) {
   return ::log2(x);
 }
 DEVICE float tanh(float x) {
   return ::tanhf(x);
 }
-DEVICE double tanh(double x) {
+DEVICE_APART double tanh(double x) {
   return ::tanh(x);
 }
 DEVICE double sin(double x) {

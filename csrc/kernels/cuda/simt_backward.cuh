@@ -45,7 +45,7 @@ DEVICE void find_delta(const Site& site, const BackwardInput& in, Index query) {
 
 // First pass: what each row needs.
 template <class T>
-__global__ void __launch_bounds__(kSimtThreads)
+__global__ void __launch_bounds__(kSimtThreads, kSimtBlocks<T>)
     simt_prepare_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in, Index tiles,
                         Index tasks) {
   for (Index task = device::block(); task < tasks; task += device::blocks()) {
@@ -67,8 +67,8 @@ struct SimtGradient {
     const SimtDropout<T> dropped(m, tile, problem);
     clear(ds);
     if (needs_ds) {
-      multiply_rows(ds, m, site.queries_of(in.grad_out, tile.query), site.v(tile.key), problem.value_width);
-      multiply_distances(ds, m, site, tile.query, tile.key, in.grad_out, problem.distance, problem.value_columns());
+      multiply_rows(ds, site.queries_of(in.grad_out, tile.query), site.v(tile.key), problem.value_width);
+      multiply_distances(ds, site, tile.query, tile.key, in.grad_out, problem.distance, problem.value_columns());
     }
     for (int r = 0; r < 4; ++r) {
       const Index query = tile.query + t.row(r);
@@ -118,12 +118,12 @@ DEVICE void add_product(SimtValues<T>& acc, const SimtMemory<T>& m, const SimtVa
                         bool some) {
   if (!x.of->defined()) return;
   put_weights(m, a);
-  multiply_columns<Transposed>(acc, m, x, part * kSimtTile, some);
+  multiply_columns<Transposed>(acc, x, part * kSimtTile, some);
 }
 
 template <class T>
-DEVICE void put_gradient(const Tensor4& grad, Index b, Index h, Index row, Index part, const SimtValues<T>& x,
-                         T factor) {
+DEVICE_APART void put_gradient(const Tensor4& grad, Index b, Index h, Index row, Index part, const SimtValues<T>& x,
+                               T factor) {
   const SimtThread t;
   const Rows rows(grad, b, h, row);
   for (int r = 0; r < 4; ++r)
@@ -141,7 +141,7 @@ DEVICE void keys_task(const Problem& p, const BackwardInput& in, const Along& al
   SimtGradients<T, Along> grads;
   for (Index h = key_head * p.group(); h < (key_head + 1) * p.group(); ++h) {
     const Site site{p, b, h};
-    each_query_tile(m, site, key, [&](SimtScores<T>& tile) {
+    each_query_tile<T>(site, key, [&](SimtScores<T>& tile) {
       grads.compute(m, site, in, along, tile, needs_k);
       grads.finish(m, tile, p);
       grads.each_term(p, in, along, [&](const auto& grad, const SimtFactors& by) {
@@ -155,7 +155,7 @@ DEVICE void keys_task(const Problem& p, const BackwardInput& in, const Along& al
 }
 
 template <class T, class Along>
-__global__ void __launch_bounds__(kSimtThreads)
+__global__ void __launch_bounds__(kSimtThreads, kSimtBlocks<T>)
     simt_keys_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
                      const __grid_constant__ Along along, const __grid_constant__ BackwardResult result, Index parts,
                      Index tiles, Index tasks) {
@@ -175,7 +175,7 @@ struct SimtLseGradient {
 
 // Queries' side: a block owns 64 queries and 64 columns of dq.
 template <class T, class Along>
-__global__ void __launch_bounds__(kSimtThreads)
+__global__ void __launch_bounds__(kSimtThreads, kSimtBlocks<T>)
     simt_queries_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
                         const __grid_constant__ Along along, const __grid_constant__ BackwardResult result, Index parts,
                         Index tiles, Index tasks) {
@@ -188,14 +188,14 @@ __global__ void __launch_bounds__(kSimtThreads)
     clear(dq);
     SimtGradients<T, Along> grads;
     SimtLseGradient<T, Along> lse;
-    each_key_tile(m, site, query, [&](SimtScores<T>& tile) {
+    each_key_tile<T>(site, query, [&](SimtScores<T>& tile) {
       grads.compute(m, site, in, along, tile, true);
       lse.subtract(grads.result().ds);
       grads.finish(m, tile, p);
       grads.each_term(p, in, along, [&](const auto& grad, const SimtFactors& by) {
         put_weights(m, grad.ds);
-        if (by.k.defined()) multiply_columns<false>(dq, m, site.keys_of(by.k, tile.key), part * kSimtTile, tile.some);
-        add_distances(dq, m, site, query, tile.key, by.distance, p.key_columns(), part, tile.some);
+        if (by.k.defined()) multiply_columns<false>(dq, site.keys_of(by.k, tile.key), part * kSimtTile, tile.some);
+        add_distances(dq, site, query, tile.key, by.distance, p.key_columns(), part, tile.some);
       });
     });
     if (result.grad_query.defined()) put_gradient(result.grad_query, site.b, site.h, query, part, dq, T(p.scale));

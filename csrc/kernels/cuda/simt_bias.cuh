@@ -49,7 +49,7 @@ DEVICE void add_bias_tile(SimtValues<T>& sum, const SimtMemory<T>& m, const Site
   const Cover cover = site.cover(row * kSimtTile, kSimtTile, column * kSimtTile, kSimtTile);
   if (cover == Cover::none) return;
   SimtScores<T> tile;
-  tile.compute(m, site, row * kSimtTile, column * kSimtTile, cover == Cover::all);
+  tile.compute(site, row * kSimtTile, column * kSimtTile, cover == Cover::all);
   SimtGradients<T, Along> grads;
   grads.compute(m, site, in, along, tile, true);
   for (int r = 0; r < 4; ++r)
@@ -57,7 +57,7 @@ DEVICE void add_bias_tile(SimtValues<T>& sum, const SimtMemory<T>& m, const Site
 }
 
 template <class T, class Along>
-__global__ void __launch_bounds__(kSimtThreads)
+__global__ void __launch_bounds__(kSimtThreads, kSimtBlocks<T>)
     simt_bias_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
                      const __grid_constant__ Along along, const __grid_constant__ Tensor4 grad,
                      const __grid_constant__ BiasPlan plan) {

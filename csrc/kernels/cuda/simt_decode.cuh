@@ -226,7 +226,7 @@ class DecodeBlock {
 };
 
 template <class T, int R>
-__global__ void __launch_bounds__(kDecodeThreads)
+__global__ void __launch_bounds__(kDecodeThreads, sizeof(T) == 4 ? 3 : 1)
     simt_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ DecodePlan plan, Index tasks) {
   for (Index task = device::block(); task < tasks; task += device::blocks()) {
     const Index slice = task / plan.parts, chunk = slice % plan.chunks, head = slice / plan.chunks;

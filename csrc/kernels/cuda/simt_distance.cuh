@@ -17,6 +17,13 @@ struct DistanceOwner {
         head(owner / plan.parts() / plan.ranges % grad.sizes[1]) {}
 };
 
+// sum[r][c] += sum_n weights(n, row + n - skipped) x(n, first + column)
+template <class T>
+DEVICE_APART void multiply_across(SimtValues<T>& sum, const Rows& x, Index first, int skipped, bool some) {
+  multiply_cells<true>(sum, x, rows_in_tile(x), first, some,
+                       [&](int own, int n) { return Cell{n, own + n - skipped}; });
+}
+
 // The sums of a thread: of 64 columns, and for the first 64 threads those of a row's bias.
 template <class T>
 struct DistanceSums {
@@ -37,8 +44,7 @@ struct DistanceSums {
                           bool some) {
     if (!x.of->defined()) return;
     put_weights(m, a);
-    multiply_cells<true>(columns, m, x, rows_in_tile(x), part * kSimtTile, some,
-                         [&](int own, int n) { return Cell{n, own + n - skipped}; });
+    multiply_across(columns, x, part * kSimtTile, skipped, some);
   }
 };
 
@@ -54,7 +60,7 @@ DEVICE void add_distance_tile(DistanceSums<T>& sums, const SimtMemory<T>& m, con
   if (cover == Cover::none) return;
   const bool of_values = part >= plan.key_parts;
   SimtScores<T> tile;
-  tile.compute(m, site, query, key, cover == Cover::all);
+  tile.compute(site, query, key, cover == Cover::all);
   SimtGradients<T, Along> grads;
   grads.compute(m, site, in, along, tile, !of_values);
   if (part == 0) sums.add_bias(m, grads.result().ds, skipped);
@@ -94,7 +100,7 @@ DEVICE void put_distances(const DistanceSums<T>& sums, const Problem& p, const T
 }
 
 template <class T, class Along>
-__global__ void __launch_bounds__(kSimtThreads)
+__global__ void __launch_bounds__(kSimtThreads, kSimtBlocks<T>)
     simt_distance_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
                          const __grid_constant__ Along along, const __grid_constant__ Tensor4 grad,
                          const __grid_constant__ DistancePlan plan) {
@@ -108,8 +114,9 @@ __global__ void __launch_bounds__(kSimtThreads)
       const Index row = n % plan.rows, h = n / plan.rows % plan.heads, b = n / plan.rows / plan.heads;
       const Site site{p, owner.batch + b, owner.head + h};
       const Index column = row + owner.range - plan.before;
-      add_distance_tile(sums, m, site, in, along, plan, owner.part, row, column, 0);
-      add_distance_tile(sums, m, site, in, along, plan, owner.part, row, column + 1, kSimtTile);
+#pragma unroll 1
+      for (int below = 0; below < 2; ++below)
+        add_distance_tile(sums, m, site, in, along, plan, owner.part, row, column + below, below * kSimtTile);
     }
     put_distances(sums, p, grad, plan, owner, share);
   }

@@ -40,7 +40,7 @@ DEVICE void forward_task(const Problem& p, const ForwardResult& result, Index pa
   SimtRows<T> rows(site.sink<T>());
   SimtValues<T> o;
   clear(o);
-  each_key_tile(m, site, query, [&](SimtScores<T>& tile) {
+  each_key_tile<T>(site, query, [&](SimtScores<T>& tile) {
     for (int r = 0; r < 4; ++r) {
       const T alpha = rows.update(tile.s[r], r);
       for (int c = 0; c < 4; ++c) {
@@ -49,8 +49,8 @@ DEVICE void forward_task(const Problem& p, const ForwardResult& result, Index pa
         o[r][c] *= alpha;
       }
     }
-    multiply_columns<false>(o, m, site.v(tile.key), part * kSimtTile, tile.some);
-    add_distances(o, m, site, query, tile.key, p.distance, p.value_columns(), part, tile.some);
+    multiply_columns<false>(o, site.v(tile.key), part * kSimtTile, tile.some);
+    add_distances(o, site, query, tile.key, p.distance, p.value_columns(), part, tile.some);
   });
   const Rows out(result.out, site.b, site.h, query);
   for (int r = 0; r < 4; ++r) {
@@ -63,7 +63,7 @@ DEVICE void forward_task(const Problem& p, const ForwardResult& result, Index pa
 }
 
 template <class T>
-__global__ void __launch_bounds__(kSimtThreads)
+__global__ void __launch_bounds__(kSimtThreads, kSimtBlocks<T>)
     simt_forward_kernel(const __grid_constant__ Problem p, const __grid_constant__ ForwardResult result, Index parts,
                         Index tiles, Index tasks) {
   if (nothing_to_do(p)) return;

@@ -43,7 +43,7 @@ DEVICE void put_tangents(const Site& site, const BackwardInput& in, const Tangen
 }
 
 template <class T>
-__global__ void __launch_bounds__(kSimtThreads)
+__global__ void __launch_bounds__(kSimtThreads, kSimtBlocks<T>)
     simt_jvp_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
                     const __grid_constant__ Tangents along, const __grid_constant__ ForwardResult result, Index parts,
                     Index tiles, Index tasks) {
@@ -55,15 +55,15 @@ __global__ void __launch_bounds__(kSimtThreads)
     T lse_dot[4] = {};
     clear(out_dot);
     SimtTangent<T> dot;
-    each_key_tile(m, site, query, [&](SimtScores<T>& tile) {
-      dot.compute(m, site, along, tile);
+    each_key_tile<T>(site, query, [&](SimtScores<T>& tile) {
+      dot.compute(site, along, tile);
       move_weights(lse_dot, m, site, in, tile, dot);
       add_product<false>(out_dot, m, dot.s, site.v(tile.key), part, tile.some);
-      add_distances(out_dot, m, site, query, tile.key, p.distance, p.value_columns(), part, tile.some);
+      add_distances(out_dot, site, query, tile.key, p.distance, p.value_columns(), part, tile.some);
       put_weights(m, tile.s);
       if (along.v.defined())
-        multiply_columns<false>(out_dot, m, site.keys_of(along.v, tile.key), part * kSimtTile, tile.some);
-      add_distances(out_dot, m, site, query, tile.key, along.distance, p.value_columns(), part, tile.some);
+        multiply_columns<false>(out_dot, site.keys_of(along.v, tile.key), part * kSimtTile, tile.some);
+      add_distances(out_dot, site, query, tile.key, along.distance, p.value_columns(), part, tile.some);
     });
     put_tangents(site, in, along, result, part, query, out_dot, lse_dot);
   }

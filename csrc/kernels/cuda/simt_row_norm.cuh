@@ -36,7 +36,7 @@ DEVICE void find_norm(const SimtMemory<T>& m, const Site& site, const BackwardIn
   const bool coarse = device::ballot(mine) != 0;
   SimtRows<T> rows(site.sink<T>());
   if (coarse)
-    each_key_tile(m, site, query, [&](SimtScores<T>& tile) {
+    each_key_tile<T>(site, query, [&](SimtScores<T>& tile) {
       for (int r = 0; r < 4; ++r) rows.update(tile.s[r], r);
     });
   if (coarse && in.inexact && device::thread() == 0) device::raise(in.inexact);

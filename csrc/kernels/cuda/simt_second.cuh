@@ -44,7 +44,7 @@ struct SimtGradients<T, BackwardTangent> {
   DEVICE void compute(const SimtMemory<T>& m, const Site& site, const BackwardInput& in, const BackwardTangent& along,
                       const SimtScores<T>& tile, bool needs_ds) {
     grad.compute(m, site, in, tile, needs_ds);
-    dot.compute(m, site, along.of, tile);
+    dot.compute(site, along.of, tile);
     clear(moved.ds);
     if (needs_ds) add_gradient_tangent(m, site, in, along, tile);
     const SimtThread t;
@@ -86,12 +86,12 @@ struct SimtGradients<T, BackwardTangent> {
                                    const BackwardTangent& along, const SimtScores<T>& tile) {
     const Index width = site.of.value_width;
     if (along.grad_out.defined())
-      multiply_rows(moved.ds, m, site.queries_of(along.grad_out, tile.query), site.v(tile.key), width);
+      multiply_rows(moved.ds, site.queries_of(along.grad_out, tile.query), site.v(tile.key), width);
     if (along.of.v.defined())
-      multiply_rows(moved.ds, m, site.queries_of(in.grad_out, tile.query), site.keys_of(along.of.v, tile.key), width);
+      multiply_rows(moved.ds, site.queries_of(in.grad_out, tile.query), site.keys_of(along.of.v, tile.key), width);
     const DistanceColumns columns = site.of.value_columns();
-    multiply_distances(moved.ds, m, site, tile.query, tile.key, along.grad_out, site.of.distance, columns);
-    multiply_distances(moved.ds, m, site, tile.query, tile.key, in.grad_out, along.of.distance, columns);
+    multiply_distances(moved.ds, site, tile.query, tile.key, along.grad_out, site.of.distance, columns);
+    multiply_distances(moved.ds, site, tile.query, tile.key, in.grad_out, along.of.distance, columns);
   }
 };
 

@@ -11,14 +11,15 @@ template <class T>
 struct SimtTangent {
   SimtValues<T> s, x;  // x is divided by the softcap, where there is one
 
-  DEVICE void compute(const SimtMemory<T>& m, const Site& site, const Tangents& along, const SimtScores<T>& tile) {
+  DEVICE_APART void compute(const Site& site, const Tangents& along, const SimtScores<T>& tile) {
+    const SimtMemory<T> m;
     const Problem& p = site.of;
     const SimtThread t;
     clear(x);
-    if (along.q.defined()) multiply_rows(x, m, site.queries_of(along.q, tile.query), site.k(tile.key), p.width);
-    if (along.k.defined()) multiply_rows(x, m, site.q(tile.query), site.keys_of(along.k, tile.key), p.width);
-    multiply_distances(x, m, site, tile.query, tile.key, along.q, p.distance, p.key_columns());
-    multiply_distances(x, m, site, tile.query, tile.key, p.q, along.distance, p.key_columns());
+    if (along.q.defined()) multiply_rows(x, site.queries_of(along.q, tile.query), site.k(tile.key), p.width);
+    if (along.k.defined()) multiply_rows(x, site.q(tile.query), site.keys_of(along.k, tile.key), p.width);
+    multiply_distances(x, site, tile.query, tile.key, along.q, p.distance, p.key_columns());
+    multiply_distances(x, site, tile.query, tile.key, p.q, along.distance, p.key_columns());
     const T factor = T(p.softcap > 0 ? p.scale / p.softcap : p.scale), unit = T(p.softcap > 0 ? p.softcap : 1);
     for (int r = 0; r < 4; ++r)
       for (int c = 0; c < 4; ++c) {

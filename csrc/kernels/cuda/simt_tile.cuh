@@ -19,6 +19,11 @@ DEVICE void clear(SimtValues<T>& x) {
   for (auto& row : x)
     for (T& e : row) e = 0;
 }
+template <class T>
+DEVICE void copy(SimtValues<T>& to, const SimtValues<T>& from) {
+  for (int r = 0; r < 4; ++r)
+    for (int c = 0; c < 4; ++c) to[r][c] = from[r][c];
+}
 
 // Sum and maximum over the threads that hold a row: sixteen, or those of a warp.
 template <int Threads = 16, class T>
@@ -54,20 +59,27 @@ struct SimtMemory {
   }
 };
 
-// Where an element of a slice comes from, and where it goes.
-struct Place {
+// How many blocks of a multiprocessor find registers.
+template <class T>
+constexpr int kSimtBlocks = sizeof(T) == 4 ? 2 : 1;
+
+// A slice of an operand: from where it is read, and how it then lies, rows and columns how far apart. It has a power of
+// two of columns, of which each thread takes one.
+struct Slice {
   int row;
   Index column;
-  int to;
+  int rows, log2_columns, row_step, column_step;
 };
 
-template <class T, int Count = SimtMemory<T>::kDepth * kSimtTile, class PlaceOf>
-DEVICE void stage(const Rows& from, PlaceOf&& place_of, const device::Shared<T>& to) {
+template <class T>
+DEVICE_APART void stage(const Rows& from, Slice slice, device::Shared<T> to) {
+  const int row = device::thread() >> slice.log2_columns, step = kSimtThreads >> slice.log2_columns;
+  const int column = device::thread() - (row << slice.log2_columns);
   with_stored<T>(from.of->element, [&]<class E>(E*) {
-    for (int n = device::thread(); n < Count; n += kSimtThreads) {
-      const Place place = place_of(n);
-      to[place.to] = convert<T>(from.at<E>(place.row, place.column));
-    }
+#pragma unroll 8
+    for (int n = row; n < slice.rows; n += step)
+      to[n * slice.row_step + column * slice.column_step] =
+          convert<T>(from.at<E>(slice.row + n, slice.column + column));
   });
 }
 
@@ -82,15 +94,18 @@ DEVICE void each_slice(Index count, F&& f) {
   for (int n = 0; n < Depth; ++n) f(n);
 }
 
-// acc[r][c] += sum_d a(row, d) b(column, d)
+// sum[r][c] += sum_d a(row, d) b(column, d)
 template <class T>
-DEVICE void multiply_rows(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows& a, const Rows& b, Index depth) {
+DEVICE_APART void multiply_rows(SimtValues<T>& sum, const Rows& a, const Rows& b, Index depth) {
   constexpr int kDepth = SimtMemory<T>::kDepth, kStride = SimtMemory<T>::kStride;
+  const SimtMemory<T> m;
   const SimtThread t;
+  SimtValues<T> acc;
+  copy(acc, sum);
   for (Index first = 0; first < depth; first += kDepth) {
     device::sync_threads();
-    stage(a, [&](int n) { return Place{n / kDepth, first + n % kDepth, n % kDepth * kStride + n / kDepth}; }, m.a);
-    stage(b, [&](int n) { return Place{n / kDepth, first + n % kDepth, n % kDepth * kStride + n / kDepth}; }, m.b);
+    stage(a, {0, first, kSimtTile, 5, 1, kStride}, m.a);
+    stage(b, {0, first, kSimtTile, 5, 1, kStride}, m.b);
     device::sync_threads();
     each_slice<kDepth>(depth - first, [&](int d) {
       T x[4], y[4];
@@ -99,24 +114,24 @@ DEVICE void multiply_rows(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows
         for (int c = 0; c < 4; ++c) acc[r][c] += x[r] * y[c];
     });
   }
+  copy(sum, acc);
 }
 
 constexpr int kDiagonals = 2 * kSimtTile - 1;  // of a tile: one for each of its distances
 
-// acc[r][c] += sum_d a(row, d) b(column - row + 63, first + d), for rows b by distance, from that of the tile's last
+// sum[r][c] += sum_d a(row, d) b(column - row + 63, first + d), for rows b by distance, from that of the tile's last
 // query and first key on.
 template <class T>
-DEVICE void multiply_diagonals(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows& a, const Rows& b, Index first,
-                               Index depth) {
+DEVICE_APART void multiply_diagonals(SimtValues<T>& sum, const Rows& a, const Rows& b, Index first, Index depth) {
   constexpr int kDepth = SimtMemory<T>::kDepth / 2, kStride = SimtMemory<T>::kStride, kWide = 2 * kStride;
+  const SimtMemory<T> m;
   const SimtThread t;
+  SimtValues<T> acc;
+  copy(acc, sum);
   for (Index from = 0; from < depth; from += kDepth) {
-    const auto place = [&](int n, Index column, int stride) {
-      return Place{n / kDepth, column + n % kDepth, n % kDepth * stride + n / kDepth};
-    };
     device::sync_threads();
-    stage<T, kDepth * kSimtTile>(a, [&](int n) { return place(n, from, kStride); }, m.a);
-    stage<T, kDepth * kDiagonals>(b, [&](int n) { return place(n, first + from, kWide); }, m.b);
+    stage(a, {0, from, kSimtTile, 4, 1, kStride}, m.a);
+    stage(b, {0, first + from, kDiagonals, 4, 1, kWide}, m.b);
     device::sync_threads();
     each_slice<kDepth>(depth - from, [&](int d) {
       T x[4], y[7];
@@ -126,6 +141,7 @@ DEVICE void multiply_diagonals(SimtValues<T>& acc, const SimtMemory<T>& m, const
         for (int c = 0; c < 4; ++c) acc[r][c] += x[r] * y[3 + c - r];
     });
   }
+  copy(sum, acc);
 }
 
 // A place of a tile of weights.
@@ -133,39 +149,37 @@ struct Cell {
   int query, key;
 };
 
-// acc[r][c] += sum_n weights(cell(row, n)) x(n, first + column) over the first rows of x. Hidden places may hold
+// sum[r][c] += sum_n weights(cell(row, n)) x(n, first + column) over the first rows of x. Hidden places may hold
 // anything, and 0 times it is NaN: where some are, only visible pairs are multiplied. Where cells may lie outside of
 // the tile's keys, those that do are left out.
 template <bool Outside, class T, class CellOf>
-DEVICE void multiply_cells(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows& x, int rows, Index first, bool some,
-                           CellOf&& cell_of) {
+DEVICE void multiply_cells(SimtValues<T>& sum, const Rows& x, int rows, Index first, bool some, CellOf&& cell_of) {
   constexpr int kDepth = SimtMemory<T>::kDepth, kStride = SimtMemory<T>::kStride;
+  const SimtMemory<T> m;
   const SimtThread t;
+  SimtValues<T> acc;
+  copy(acc, sum);
   for (int from = 0; from < rows; from += kDepth) {
     device::sync_threads();
-    stage(
-        x,
-        [&](int n) {
-          return Place{from + n / kSimtTile, first + n % kSimtTile, n / kSimtTile * kStride + n % kSimtTile};
-        },
-        m.b);
+    stage(x, {from, first, kDepth, 6, kStride, 1}, m.b);
     device::sync_threads();
-    const auto add = [&]<bool Some>(int n) {
+    const auto add = [&](int n, bool some) {
       T y[4];
       for (int c = 0; c < 4; ++c) y[c] = m.b[n * kStride + t.column(c)];
       for (int r = 0; r < 4; ++r) {
         const Cell cell = cell_of(t.row(r), from + n);
         if (Outside && (cell.key < 0 || cell.key >= kSimtTile)) continue;
-        if (Some && !m.bit(m.visible, cell.query, cell.key)) continue;
+        if (some && !m.bit(m.visible, cell.query, cell.key)) continue;
         const T w = m.weights[cell.query * kStride + cell.key];
         for (int c = 0; c < 4; ++c) acc[r][c] += w * y[c];
       }
     };
-    if (some)
-      each_slice<kDepth>(rows - from, [&](int n) { add.template operator()<true>(n); });
+    if (Outside || some)
+      for (int n = 0; n < kDepth && n < rows - from; ++n) add(n, some);
     else
-      each_slice<kDepth>(rows - from, [&](int n) { add.template operator()<false>(n); });
+      each_slice<kDepth>(rows - from, [&](int n) { add(n, false); });
   }
+  copy(sum, acc);
 }
 
 // The first rows of a tile, at most all of its.
@@ -175,8 +189,8 @@ DEVICE int rows_in_tile(const Rows& x) {
 
 // acc[r][c] += sum_n weights(row, n) x(n, first + column), or, Transposed, sum_n weights(n, row) x(n, first + column).
 template <bool Transposed, class T>
-DEVICE void multiply_columns(SimtValues<T>& acc, const SimtMemory<T>& m, const Rows& x, Index first, bool some) {
-  multiply_cells<false>(acc, m, x, rows_in_tile(x), first, some,
+DEVICE_APART void multiply_columns(SimtValues<T>& acc, const Rows& x, Index first, bool some) {
+  multiply_cells<false>(acc, x, rows_in_tile(x), first, some,
                         [](int own, int n) { return Transposed ? Cell{n, own} : Cell{own, n}; });
 }
 
@@ -191,7 +205,7 @@ DEVICE void put_weights(const SimtMemory<T>& m, const SimtValues<T>& x) {
 
 // What is added to the score of a place, in log2 units.
 template <class T>
-DEVICE T added(const Site& site, Index i, Index j) {
+DEVICE_APART T added(const Site& site, Index i, Index j) {
   const Problem& p = site.of;
   T sum = 0;
   if (p.bias.defined()) sum = in_log2_units(load_element<T>(p.bias, site.bias_offset(i, j)));
@@ -220,21 +234,26 @@ DEVICE void finish_score(T& s, T& tanh, bool visible, const Site& site, Index i,
 
 // acc[r][c] += x(row) rows(column - row)', for columns of rows by distance beside a tile. Either tensor may be none.
 template <class T>
-DEVICE void multiply_distances(SimtValues<T>& acc, const SimtMemory<T>& m, const Site& site, Index query, Index key,
-                               const Tensor4& x, const Tensor4& distance, const DistanceColumns& columns) {
-  if (!x.defined() || !distance.defined()) return;
-  multiply_diagonals(acc, m, site.queries_of(x, query), site.distances(distance, query + kSimtTile - 1, key),
+DEVICE void multiply_distances(SimtValues<T>& acc, const Site& site, Index query, Index key, const Tensor4& x,
+                               const Tensor4& distance, const DistanceColumns& columns) {
+  if (columns.count == 0 || !x.defined() || !distance.defined()) return;
+  multiply_diagonals(acc, site.queries_of(x, query), site.distances(distance, query + kSimtTile - 1, key),
                      columns.first, columns.count);
 }
 
-// acc[r][c] += sum_n weights(row, n) rows(n - row, column), for the 64 columns of a part. There may be none.
+// acc[r][c] += sum_n weights(row, n) x(n - row, first + column), for rows x by distance.
 template <class T>
-DEVICE void add_distances(SimtValues<T>& acc, const SimtMemory<T>& m, const Site& site, Index query, Index key,
-                          const Tensor4& distance, const DistanceColumns& columns, Index part, bool some) {
-  if (columns.count == 0 || !distance.defined()) return;
-  multiply_cells<true>(acc, m, site.distances(distance, query + kSimtTile - 1, key), kDiagonals,
-                       columns.first + part * kSimtTile, some,
+DEVICE_APART void multiply_band(SimtValues<T>& acc, const Rows& x, Index first, bool some) {
+  multiply_cells<true>(acc, x, kDiagonals, first, some,
                        [](int own, int n) { return Cell{own, own + n - (kSimtTile - 1)}; });
+}
+
+// The same for the 64 columns of a part. There may be none.
+template <class T>
+DEVICE void add_distances(SimtValues<T>& acc, const Site& site, Index query, Index key, const Tensor4& distance,
+                          const DistanceColumns& columns, Index part, bool some) {
+  if (columns.count == 0 || !distance.defined()) return;
+  multiply_band(acc, site.distances(distance, query + kSimtTile - 1, key), columns.first + part * kSimtTile, some);
 }
 
 // One tile of the score matrix as a thread holds it.
@@ -256,7 +275,8 @@ struct SimtScores {
   }
 
   // Every pass computes scores here.
-  DEVICE void compute(const SimtMemory<T>& m, const Site& site, Index first_query, Index first_key, bool whole) {
+  DEVICE_APART void compute(const Site& site, Index first_query, Index first_key, bool whole) {
+    const SimtMemory<T> m;
     const Problem& p = site.of;
     query = first_query, key = first_key, some = !whole;
     device::sync_threads();  // the last tile's readers are done
@@ -268,8 +288,8 @@ struct SimtScores {
                               [&](int i, int j) { return kept_bits(stream, query + i, key + j); });
     device::sync_threads();
     clear(s);
-    multiply_rows(s, m, site.q(query), site.k(key), p.width);
-    multiply_distances(s, m, site, query, key, p.q, p.distance, p.key_columns());
+    multiply_rows(s, site.q(query), site.k(key), p.width);
+    multiply_distances(s, site, query, key, p.q, p.distance, p.key_columns());
     const SimtThread t;
     for (int r = 0; r < 4; ++r)
       for (int c = 0; c < 4; ++c)
@@ -296,24 +316,24 @@ struct SimtDropout {
 
 // Calls f(score tile) for the tiles of some queries that have a visible key.
 template <class T, class F>
-DEVICE void each_key_tile(const SimtMemory<T>& m, const Site& site, Index query, F&& f) {
+DEVICE void each_key_tile(const Site& site, Index query, F&& f) {
   const auto cover = [&](int n) { return site.cover(query, kSimtTile, Index(n) * kSimtTile, kSimtTile); };
   SimtScores<T> tile;
   const int count = int((site.of.keys + kSimtTile - 1) / kSimtTile);
   for (VisibleTiles tiles(count, cover); !tiles.done(); tiles.next()) {
-    tile.compute(m, site, query, Index(tiles.tile()) * kSimtTile, tiles.whole());
+    tile.compute(site, query, Index(tiles.tile()) * kSimtTile, tiles.whole());
     f(tile);
   }
 }
 
 // Calls f(score tile) for the tiles of some keys that have a query which sees one.
 template <class T, class F>
-DEVICE void each_query_tile(const SimtMemory<T>& m, const Site& site, Index key, F&& f) {
+DEVICE void each_query_tile(const Site& site, Index key, F&& f) {
   const auto cover = [&](int n) { return site.cover(Index(n) * kSimtTile, kSimtTile, key, kSimtTile); };
   SimtScores<T> tile;
   const int count = int((site.of.queries + kSimtTile - 1) / kSimtTile);
   for (VisibleTiles tiles(count, cover); !tiles.done(); tiles.next()) {
-    tile.compute(m, site, Index(tiles.tile()) * kSimtTile, key, tiles.whole());
+    tile.compute(site, Index(tiles.tile()) * kSimtTile, key, tiles.whole());
     f(tile);
   }
 }

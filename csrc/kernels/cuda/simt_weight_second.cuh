@@ -16,7 +16,7 @@ struct SimtGradients<T, WeightGradientTangent> : SimtGradients<T, BackwardTangen
                       const WeightGradientTangent& along, const SimtScores<T>& tile, bool) {
     const SimtThread t;
     clear(grad.p), clear(grad.ds), clear(moved.p), clear(moved.ds);
-    dot.compute(m, site, along.of, tile);
+    dot.compute(site, along.of, tile);
     each_weight(m, site, in, tile, [&](int r, int c, T log2_w) {
       const Index i = tile.query + t.row(r), j = tile.key + t.column(c);
       const T w = device::exp2(log2_w), log_dot = log_tangent(dot, site, along.of, i, r, c);

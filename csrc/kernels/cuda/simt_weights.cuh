@@ -36,7 +36,7 @@ template <class T, class F>
 DEVICE void each_moved(const SimtMemory<T>& m, const Site& site, const BackwardInput& in, const Tangents& along,
                        const SimtScores<T>& tile, F&& f) {
   SimtTangent<T> dot;
-  dot.compute(m, site, along, tile);
+  dot.compute(site, along, tile);
   each_weight(m, site, in, tile, [&](int r, int c, T log2_w) {
     const T w = device::exp2(log2_w);
     f(r, c, log2_w, w, w == 0 ? w : w * log_tangent(dot, site, along, tile.query + SimtThread().row(r), r, c));
@@ -45,7 +45,7 @@ DEVICE void each_moved(const SimtMemory<T>& m, const Site& site, const BackwardI
 
 // A block owns a tile of the result, and of a mean all heads.
 template <class T, class Along>
-__global__ void __launch_bounds__(kSimtThreads)
+__global__ void __launch_bounds__(kSimtThreads, kSimtBlocks<T>)
     simt_weights_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
                         const __grid_constant__ Along along, const __grid_constant__ Tensor4 out, bool average,
                         Index rows, Index columns, Index tasks) {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kSimtThreads)
       const Cover cover = site.cover(query, kSimtTile, key, kSimtTile);
       if (cover == Cover::none) continue;
       SimtScores<T> tile;
-      tile.compute(m, site, query, key, cover == Cover::all);
+      tile.compute(site, query, key, cover == Cover::all);
       each_moved(m, site, in, along, tile, [&](int r, int c, T, T, T moved) { w[r][c] += moved; });
     }
     const Rows to(out, b, first, query);
@@ -142,7 +142,7 @@ struct SimtRowSummaries<T, Tangents> {
 
 // Entropy and maximum: a block owns 64 queries.
 template <class T, class Along>
-__global__ void __launch_bounds__(kSimtThreads)
+__global__ void __launch_bounds__(kSimtThreads, kSimtBlocks<T>)
     simt_row_summaries_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
                               const __grid_constant__ Along along, const __grid_constant__ Summaries result,
                               Index tiles, Index tasks) {
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kSimtThreads)
     const Index query = (tiles - 1 - task % tiles) * kSimtTile;
     const Site site{p, task / tiles / p.heads, task / tiles % p.heads};
     SimtRowSummaries<T, Along> rows;
-    each_key_tile(m, site, query, [&](SimtScores<T>& tile) {
+    each_key_tile<T>(site, query, [&](SimtScores<T>& tile) {
       each_moved(m, site, in, along, tile, [&](int r, int c, T log2_w, T w, T moved) {
         rows.take(result, site, r, query + t.row(r), tile.key + t.column(c), log2_w, w, moved);
       });
@@ -178,7 +178,7 @@ DEVICE void put_column_sums(const SimtMemory<T>& m, const T (&sum)[4], const Sum
 
 // Column sums: a block owns 64 keys of a query head.
 template <class T, class Along>
-__global__ void __launch_bounds__(kSimtThreads)
+__global__ void __launch_bounds__(kSimtThreads, kSimtBlocks<T>)
     simt_column_sums_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardInput in,
                             const __grid_constant__ Along along, const __grid_constant__ Summaries result, Index tiles,
                             Index tasks) {
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kSimtThreads)
     const Index key = task % tiles * kSimtTile;
     const Site site{p, task / tiles / p.heads, task / tiles % p.heads};
     T sum[4] = {};
-    each_query_tile(m, site, key, [&](SimtScores<T>& tile) {
+    each_query_tile<T>(site, key, [&](SimtScores<T>& tile) {
       each_moved(m, site, in, along, tile, [&](int, int c, T, T, T moved) { sum[c] += moved; });
     });
     put_column_sums(m, sum, result, site, key);

@@ -70,6 +70,18 @@ DEVICE void put_row_value(void* rows, Index i, T x) {
   device::store(static_cast<T*>(rows) + i, x);
 }
 
+// Bit n: whether element n of a bias, `step` apart, is minus infinity; of 32 at most.
+DEVICE_APART uint32_t hidden_by(const Tensor4& bias, Index offset, Index step, int count) {
+  uint32_t bits = 0;
+  with_element(bias.element, [&]<class E>(E*) {
+    const E* data = static_cast<const E*>(bias.data) + offset;
+#pragma unroll 4
+    for (int n = 0; n < count; ++n)
+      bits |= uint32_t(convert<double>(device::load(data + n * step)) == -kInfinity<double>) << n;
+  });
+  return bits;
+}
+
 // The matrix of one batch and head, from some row on.
 struct Rows {
   const Tensor4* of;
@@ -165,16 +177,6 @@ struct Site {
   DEVICE DropoutStream dropout() const { return of.dropout.on() ? of.dropout.stream(b, h) : DropoutStream{}; }
 
  private:
-  // Bit n: whether element n of a bias, `step` apart, is minus infinity.
-  static DEVICE uint32_t hidden_by(const Tensor4& bias, Index offset, Index step, int count) {
-    uint32_t bits = 0;
-    with_element(bias.element, [&]<class E>(E*) {
-      const E* data = static_cast<const E*>(bias.data) + offset;
-      for (int n = 0; n < count; ++n)
-        bits |= uint32_t(convert<double>(device::load(data + n * step)) == -kInfinity<double>) << n;
-    });
-    return bits;
-  }
   // Whether any of `count` biases by distance, from that of row i and key j on, is minus infinity.
   DEVICE bool distances_hide(Index i, Index j, Index count) const {
     if (!asks_bias || !of.distance.defined()) return false;

@@ -35,6 +35,8 @@ void convert(Warp& w, const Instruction& in, uint32_t lanes) {
 template <class F>
 Execute with_integer(Type type, F&& f) {
   switch (type) {
+    case Type::s8:
+      return f.template operator()<int8_t>();
     case Type::u16:
       return f.template operator()<uint16_t>();
     case Type::u32:
