@@ -99,7 +99,9 @@ def alibi(slopes: Tensor, queries: int, keys: int, *, ahead: Tensor | None = Non
     Press et al., Train Short, Test Long, 2021, https://arxiv.org/abs/2108.12409.
     """
     for name, given in (("slopes", slopes), ("ahead", ahead)):
-        if given is not None and (given.dim() != 1 or len(given) != len(slopes)):
+        if given is not None:
+            _check_rank("alibi", name, given, 1)
+        if given is not None and len(given) != len(slopes):
             raise ValueError(f"alibi: expected {name} shape [H], got {list(given.shape)}")
     d = _for_heads(distances(queries, keys, offset=offset, device=slopes.device))
     behind = slopes[:, None] * -d.abs()
@@ -336,7 +338,9 @@ def _check_rank(operator: str, name: str, x: Tensor, *ranks: int) -> None:
 
 
 def _check_kernels(r1: Tensor, r2: Tensor) -> None:
-    if r1.dim() != 1 or r1.shape != r2.shape:
+    _check_rank("kerple", "r1", r1, 1)
+    _check_rank("kerple", "r2", r2, 1)
+    if r1.shape != r2.shape:
         raise ValueError(f"kerple: expected r1 and r2 shapes [H], got {list(r1.shape)} and {list(r2.shape)}")
 
 

@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 LAYOUTS = ("half", "interleaved")
+MOST = 2**53  # float64 has every integer up to here
 
 
 def rope(
@@ -224,6 +225,8 @@ def _places(x: Tensor, positions: Tensor | None, offset: int | Tensor, of: objec
     if positions is not None and positions.dim() < own:
         raise ValueError(f"rope: expected positions with {own} or more dimensions, got {positions.dim()}")
     if isinstance(offset, int | torch.SymInt) and not isinstance(offset, bool):
+        if isinstance(offset, int) and abs(offset) > MOST:
+            raise ValueError(f"rope: expected offset from -2**53 to 2**53, got {offset}")
         return positions, offset
     if not isinstance(offset, Tensor):
         raise TypeError(f"rope: expected offset an integer or a tensor of integers, got {type(offset).__name__}")

@@ -219,3 +219,11 @@ def test_errors():
     refuses(ValueError, r"x \[..., L, 4\], got \[2, 3, 5\]", module, torch.randn(2, 3, 5))
     refuses(ValueError, r"x \[..., L, 8\], got \[8\]", nn.SinusoidalPositions(8), torch.randn(8))
     refuses(ValueError, "kind log or power, got 'exp'", nn.KerpleBias, 2, "exp")
+
+
+def test_tensors_are_asked_for_by_name():
+    refuses(TypeError, "slopes a Tensor, got list", position.alibi, [0.5], 2, 2)
+    refuses(TypeError, "r2 a Tensor, got float", position.kerple_log, torch.ones(1), 0.5, 2, 2)
+    refuses(
+        TypeError, "TransformerXLPositions: expected x a Tensor, got None", nn.TransformerXLPositions(2, 8), None, 4
+    )

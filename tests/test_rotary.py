@@ -322,3 +322,7 @@ def test_yarn_refuses_a_base_of_one():
 def test_a_rotary_dim_that_is_no_number_is_refused(given):
     with pytest.raises(TypeError, match="rotary_dim"):
         rope(torch.randn(1, 1, 2, 8), rotary_dim=given)
+
+
+def test_an_offset_beyond_all_integers_of_float64_is_refused():
+    refuses(ValueError, "offset from -2\\*\\*53 to 2\\*\\*53, got", rope, torch.randn(1, 1, 2, 8), offset=2**70)

@@ -348,6 +348,8 @@ class WindowBias(nn.Module):
 
 
 def _check_width(operator: str, x: Tensor, width: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{operator}: expected x a Tensor, got {type(x).__name__}")
     if x.dim() < 2 or x.shape[-1] != width:
         raise ValueError(f"{operator}: expected x [..., L, {width}], got {list(x.shape)}")
 

@@ -13,8 +13,8 @@
 #include "kernels/view.h"
 
 #define DEVICE __device__ __forceinline__
-// For what is long: called, not copied to its callers. What it is given by reference lies in local memory, so a function
-// of numbers copies them first, and it makes its own SimtMemory, whose places it then knows to be shared.
+// For what is long: called, not copied to its callers. What it is given by reference lies in local memory, so a
+// function of numbers copies them first, and it makes its own SimtMemory, whose places it then knows to be shared.
 #define DEVICE_APART inline __device__ __noinline__
 
 namespace attention_ops::device {
