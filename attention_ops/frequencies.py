@@ -7,6 +7,7 @@ another device could lack or another offset could leave behind.
 
 import dataclasses
 import math
+import numbers
 import typing
 from collections.abc import Sequence
 
@@ -34,15 +35,19 @@ class Scaling:
     by_length: typing.ClassVar[bool] = False  # whether the length of the call matters
 
     def __post_init__(self) -> None:
-        """Every field is a finite number above 0, or several; those that are None are derived."""
-        for name in (field.name for field in dataclasses.fields(self)):
-            given = getattr(self, name)
-            numbers = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-            if given is None or all(is_number(x) and 0 < x < math.inf for x in numbers):
+        """Numbers, by the fields' types, are finite and above 0."""
+        for field in dataclasses.fields(self):
+            given, several = getattr(self, field.name), typing.get_origin(field.type) is tuple
+            if (given is None and field.default is None) or not (several or field.type in (int, float, float | None)):
                 continue
-            error = ValueError if all(map(is_number, numbers)) else TypeError
-            wanted = "above 0 and finite" if error is ValueError else "a number" if numbers == [given] else "numbers"
-            raise error(f"{type(self).__name__}: expected {name} {wanted}, got {given!r}"[:200])
+            wanted = "a sequence of numbers" if several else "a number"
+            given = given if several else [given]
+            if not isinstance(given, Sequence) or not all(map(is_number, given)):
+                got = repr(getattr(self, field.name))[:80]
+                raise TypeError(f"{type(self).__name__}: expected {field.name} {wanted}, got {got}")
+            for x in given:
+                if not 0 < x < math.inf:
+                    raise ValueError(f"{type(self).__name__}: expected {field.name} above 0 and finite, got {x}")
 
     def frequencies(self, rotary_dim: int, base: float, length: int | Tensor, device: torch.device) -> Frequencies:
         raise NotImplementedError
@@ -234,7 +239,8 @@ def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
+    """Of numpy too."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def _on_axes(pairs: Sequence[int]) -> tuple[int, ...]:

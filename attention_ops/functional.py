@@ -104,6 +104,7 @@ def attention(
     data, options = _given("attention", mask, scale, softcap, bias, sinks, *by_distance)
     if rope is not None and _turns("attention", rope, query, key):
         options |= rope.options(query, key, value)
+    check_number("attention", "dropout_p", dropout_p)
     if dropout_p != 0:
         options["dropout_p"] = dropout_p
         if seed is None and rotary.is_dtensor(query):  # each device would draw its own

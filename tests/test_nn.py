@@ -225,3 +225,12 @@ def test_tensors_are_asked_for_by_name():
     refuses(TypeError, "slopes a Tensor, got list", position.alibi, [0.5], 2, 2)
     refuses(TypeError, "r2 a Tensor, got float", position.kerple_log, torch.ones(1), 0.5, 2, 2)
     refuses(TypeError, "x a Tensor, got NoneType", nn.TransformerXLPositions(2, 8), None, 4)
+
+
+def test_fixed_slopes_leave_the_meta_device_within_its_context():
+    with torch.device("meta"):
+        module = nn.AlibiBias(4).to_empty(device="cpu")
+    assert torch.equal(module.slopes, nn.AlibiBias(4).slopes)
+    refuses(
+        TypeError, "positions a Tensor, got list", nn.LearnedPositions(4, 8), torch.zeros(1, 2, 8), positions=[0, 1]
+    )

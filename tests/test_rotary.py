@@ -293,9 +293,12 @@ BAD_SCALINGS = {
         "Linear: expected factor above 0 and finite, got inf",
         lambda: rotary.Linear(math.inf),
     ),
+    "none": (TypeError, "Linear: expected factor a number, got None", lambda: rotary.Linear(None)),
+    "several": (TypeError, r"Linear: expected factor a number, got \[2.0\]", lambda: rotary.Linear([2.0])),
+    "one": (TypeError, "LongRoPE: expected short a sequence of", lambda: rotary.LongRoPE(2.0, 2.0, 10, 40)),
     "list": (
         ValueError,
-        r"LongRoPE: expected short above 0 and finite, got \(0.0, 1.0\)",
+        "LongRoPE: expected short above 0 and finite, got 0.0",
         lambda: rotary.LongRoPE((0.0, 1.0), (1.0, 1.0), 10, 40),
     ),
     "short": (

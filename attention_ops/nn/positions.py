@@ -173,7 +173,8 @@ class AlibiBias(DistanceBias):
         """A cast of the module moves fixed slopes and does not round them, and memory that is new gets them."""
         super()._apply(*args, **kwargs)
         if not isinstance(self.slopes, nn.Parameter):
-            self.slopes = position.alibi_slopes(self.heads).to(self.slopes.device)
+            with self.slopes.device:
+                self.slopes = position.alibi_slopes(self.heads)
         return self
 
 
@@ -355,5 +356,7 @@ def _check_width(operator: str, x: Tensor, width: int) -> None:
 
 
 def _check_places(operator: str, x: Tensor, positions: Tensor | None) -> None:
+    if positions is not None and not isinstance(positions, Tensor):
+        raise TypeError(f"{operator}: expected positions a Tensor, got {type(positions).__name__}")
     if positions is not None and positions.shape[-1:] != x.shape[-2:-1]:
         raise ValueError(f"{operator}: expected positions [..., {x.shape[-2]}] as in x, got {list(positions.shape)}")

@@ -1,5 +1,4 @@
-// Attention on the CPU: forward and backward. Compiled once per instruction set into a library of
-// its own.
+// Attention on the CPU: forward and backward. Compiled once per instruction set into a library of its own.
 #include "cpu/attention.h"
 
 #include <ATen/ops/empty_like.h>
@@ -35,6 +34,7 @@ bool decodes(const Attention& a) {
 }
 
 Pair forward_of(const Attention& a, const Rotation& of_queries) {
+  TORCH_INTERNAL_ASSERT(!of_queries.table || !decodes(a));
   if (decodes(a)) return in_element_type(a.query, [&]<class E>() { return decode<E>(a); });
   return in_row_types(a, [&]<class T, class E>() -> Pair {
     const Loaded<T, E, E> loaded(a);

@@ -41,6 +41,7 @@ class Turns {
 
 // `out` may be x.
 inline void turn_rows(const Tensor& out, In x, const Rotation& by) {
+  TORCH_INTERNAL_ASSERT(by.table->size(1) == x.size(2), "expected a table with a row for each of x");
   in_element_type(x, [&]<class E>() {
     const Turns<Wide<E>> turns(by);
     const Rope<E> kernel({x.size(0), x.size(1), x.size(2), x.size(3)}, turns.view(),

@@ -11,7 +11,7 @@ inline Tensor rows_of_queries(In table, In query) {
   return table.narrow_symint(1, table.sym_size(1) - length, length);
 }
 
-// A call's arguments with query and key turned by turn(x, rows of the table), the query first. Borrows the rest.
+// A call's arguments with query and key turned by turn(x, rows of the table). Borrows the rest.
 class Turned {
  public:
   template <class Turn>

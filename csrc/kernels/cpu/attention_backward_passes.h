@@ -230,8 +230,10 @@ void AttentionBackward<T, E>::finish_panel(Index task) const {
     E* rows = grad.at(b, h) + first * grad.row_stride;
     lanes_to_rows(rows, grad.row_stride, sum, kWidth, factors, int(count), p_.width);
     if (result_.turn_query.defined())
-      for (E* line = rows; line < rows + count * grad.row_stride; line += grad.row_stride)
-        result_.turn_query(line, line, 1, p_.width, b, first + (line - rows) / grad.row_stride);
+      for (Index q = 0; q < count; ++q) {
+        E* row = rows + q * grad.row_stride;
+        result_.turn_query(row, row, 1, p_.width, b, first + q);
+      }
   }
   if (shared_.row_sums)
     for (Index q = 0; q < count; ++q) {

@@ -91,12 +91,6 @@ struct Site {
   }
 };
 
-// Whether a panel sees none of some keys, however many.
-template <class P, class S>
-bool is_hidden(const S& site, const P& panel, Index key, Index keys) {
-  return site.mask.cover(panel.tile(key, int(keys))) == Cover::none;
-}
-
 // Up to `kWidth` queries, one in each lane; lanes past `count` repeat the last row's number.
 template <class T, class E = T>
 struct Panel {
@@ -121,5 +115,11 @@ struct Panel {
     return {rows, count, low, high, static_cast<int32_t>(key), static_cast<int32_t>(key + keys - 1)};
   }
 };
+
+// Whether a panel sees none of some keys, however many, of which those past the last do not count.
+template <class T, class E>
+bool is_hidden(const Site<T, E>& site, const Panel<T, E>& panel, Index key, Index keys) {
+  return site.mask.cover(panel.tile(key, int(std::min(keys, site.of.keys - key)))) == Cover::none;
+}
 
 }  // namespace attention_ops

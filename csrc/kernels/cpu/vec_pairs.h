@@ -140,7 +140,7 @@ inline void multiply_tiles(float* out, Index ldo, const BFloat16* a, Index lda, 
 // stay in registers.
 template <int Columns>
 inline void multiply_tiles_by_few(float* out, Index ldo, const BFloat16* a, Index lda, const BFloat16* b, Index ldb,
-                                  Index rows, bool two, bool add) {
+                                  Index tiles, bool two, bool add) {
   const Index out_bytes = ldo * 4, a_bytes = lda * 2, b_bytes = ldb * 2;
   const BFloat16* second = b + kPairDepth / 2 * ldb;
   std::atomic_signal_fence(std::memory_order_seq_cst);
@@ -149,7 +149,7 @@ inline void multiply_tiles_by_few(float* out, Index ldo, const BFloat16* a, Inde
   if (two) _tile_loadd(6, second, b_bytes);
   if constexpr (Columns > 1)
     if (two) _tile_loadd(7, second + 32, b_bytes);
-  for (Index r = 0; r < rows; ++r, out += kPairRows * ldo, a += kPairRows * lda) {
+  for (Index r = 0; r < tiles; ++r, out += kPairRows * ldo, a += kPairRows * lda) {
     if (add) {
       _tile_loadd(0, out, out_bytes);
       if constexpr (Columns > 1) _tile_loadd(1, out + 16, out_bytes);
@@ -185,7 +185,7 @@ void multiply_tiles(float* out, Index ldo, const BFloat16* a, Index lda, const B
                     bool add);
 template <int Columns>
 void multiply_tiles_by_few(float* out, Index ldo, const BFloat16* a, Index lda, const BFloat16* b, Index ldb,
-                           Index rows, bool two, bool add);
+                           Index tiles, bool two, bool add);
 #endif
 
 }  // namespace attention_ops
