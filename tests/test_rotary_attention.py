@@ -297,7 +297,7 @@ def test_wrong_tables(name):
 def test_the_private_operator_refuses_a_table_without_rows_for_the_queries():
     query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8)
     table = OPS.rope_table(key, rotary.frequencies(8).inverse)
-    with pytest.raises((RuntimeError, IndexError), match="narrow|start|row for each"):
+    with pytest.raises((RuntimeError, IndexError), match=r"narrow|start|row for each"):
         OPS._rotary_attention_forward(query, key, key, None, None, None, [], "", 0.3, 0.0, 0.0, None, table, False)
 
 
