@@ -12,10 +12,6 @@ struct Shape {
 };
 
 inline Shape draw_shape() {
-  if (draw(0, 24) == 0) {  // masks are asked of eight tiles together, of which the last may be a part
-    const Index length = draw(440, 520);
-    return {1, 1, 1, length, length, draw(1, 20), draw(1, 20)};
-  }
   const Index group = draw(1, 3), Hkv = draw(1, 2);
   if (draw(0, 2) == 0)
     return {draw(1, 2), group * Hkv, Hkv, draw(1, 16 / group), draw(0, 1200), draw(0, 70), draw(0, 70)};
