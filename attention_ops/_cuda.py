@@ -20,7 +20,7 @@ MOST_REGISTERS = "-maxrregcount=128"
 
 def relocatable(source: str) -> bool:
     """Whether functions are compiled once and called, not copied into each kernel: so for plain arithmetic, where it
-    takes a sixth of the time; kernels on tensor cores keep their registers over a call."""
+    takes much less time (benchmarks/NOTES.md); kernels on tensor cores keep their registers over a call."""
     return pathlib.PurePath(source).name.startswith("simt")
 
 
