@@ -41,7 +41,7 @@ demo: build  ## train a small GPT on attention_ops and on torch, and compare (fi
 test: build  ## run the linters and the whole test suite
 	$(PIP) $(TEST_NEEDS)
 	$(MAKE) lint
-	$(PY) -m pytest -n $(CORES) -rs tests
+	$(PY) -m pytest -n $(CORES) -rs $(PYTEST) tests
 
 lint: environment  ## check style and layout of Python and C++
 	$(PIP) $(LINT_NEEDS)

@@ -62,13 +62,13 @@ def sources(*folders):
 
 
 def libraries():
-    """The files of each library; its flags stand in `flags_of`."""
-    yield Extension("attention_ops.libattention_ops", sources(*COMMON))
-    for isa in TABLE["buildable"]():
-        yield Extension(f"attention_ops.libattention_ops_{isa}", sources("cpu"))
+    """The files of each library; its flags stand in `flags_of`. What takes longest is begun first."""
     if importlib.util.find_spec("torch") and toolkit().root:  # a source archive needs no torch
         cuda = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
-        yield Extension(CUDA_LIBRARY, [*sources("cuda"), *cuda])
+        yield Extension(CUDA_LIBRARY, [*cuda, *sources("cuda")])
+    for isa in TABLE["wanted"]():
+        yield Extension(f"attention_ops.libattention_ops_{isa}", sources("cpu"))
+    yield Extension("attention_ops.libattention_ops", sources(*COMMON))
 
 
 @functools.cache
@@ -147,7 +147,7 @@ class BuildLibraries(build_ext):
         info = {
             "torch": str(torch.__version__),
             "compiler": compiler.splitlines()[0],
-            "isas": TABLE["buildable"](),
+            "isas": TABLE["wanted"](),
             "cuda": toolkit().says,
         }
         # Everything is compiled again when one of these changes, though no path does.

@@ -46,7 +46,7 @@ def find(torch) -> Toolkit:
     elif (version := version_of(root)).split(".")[0] != torch.version.cuda.split(".")[0]:
         reason = f"torch is built with CUDA {torch.version.cuda} and nvcc is {version}"
     if reason is None:
-        names = architectures()
+        names = architectures(root)
         return Toolkit(root, f"{version} for {', '.join(names)}", code(names), libraries(root))
     if wanted == "1":
         sys.exit(f"attention_ops: expected what ATTENTION_OPS_CUDA=1 needs, got {reason}")
@@ -72,11 +72,13 @@ def version_of(root: str) -> str:
     return re.search(r"release (\d+\.\d+)", said.stdout)[1]
 
 
-def architectures() -> list[str]:
-    """As `TORCH_CUDA_ARCH_LIST` names them, "8.0;9.0+PTX", or our own list."""
-    given = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    names = given.replace(" ", ";").split(";") if given else [*ARCHITECTURES[:-1], ARCHITECTURES[-1] + "+PTX"]
-    names = [name for name in names if name]
+def architectures(root: str) -> list[str]:
+    """As `TORCH_CUDA_ARCH_LIST` names them, "8.0;9.0+PTX", or those of our own list that nvcc knows."""
+    names = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if not names:
+        known = subprocess.run([os.path.join(root, "bin", "nvcc"), "--list-gpu-code"], capture_output=True, text=True)
+        names = [name for name in ARCHITECTURES if binary(name) in known.stdout.split()]
+        names[-1] += "+PTX"
     for name in names:
         number = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", name)
         if number is None or int(number[1]) < 8:
@@ -84,8 +86,13 @@ def architectures() -> list[str]:
     return names
 
 
+def binary(name: str) -> str:
+    """What nvcc calls the code of an architecture."""
+    return "sm_" + re.sub(r"\D", "", name)
+
+
 def code(names: list[str]) -> str:
-    kinds = ["sm_" + re.sub(r"\D", "", name.removesuffix("+PTX")) for name in names]
+    kinds = [binary(name) for name in names]
     if any(name.endswith("+PTX") for name in names):
         kinds.append(VIRTUAL)
     return f"-gencode=arch={VIRTUAL},code=[{','.join(kinds)}]"

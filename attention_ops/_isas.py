@@ -2,8 +2,10 @@
 
 import ctypes
 import functools
+import os
 import pathlib
 import platform
+import sys
 import typing
 
 
@@ -71,6 +73,17 @@ def buildable() -> list[str]:
     return own if any(not ISAS[name].needs for name in own) else ["baseline", *own]
 
 
+def wanted() -> list[str]:
+    """What is to be built: `ATTENTION_OPS_ISAS` names some, or is `native`, the best one here; else all."""
+    names = os.environ.get("ATTENTION_OPS_ISAS", "").split()
+    if names == ["native"]:
+        return [best(buildable())]
+    if unknown := set(names) - set(buildable()):
+        expected = ", ".join(["native", *buildable()])
+        sys.exit(f"attention_ops: expected ATTENTION_OPS_ISAS of {expected}, got {' '.join(sorted(unknown))}")
+    return [name for name in buildable() if name in names or not names]
+
+
 def processor_flags() -> frozenset[str]:
     """What this processor and its operating system offer."""
     return frozenset(_processor().get("flags", _processor().get("Features", "")).split())
@@ -86,6 +99,7 @@ def runnable() -> list[str]:
     return [name for name in buildable() if runs(name)]
 
 
-def best(built: list[str]) -> str:
-    """Of those that were built, the one to take here."""
-    return [name for name in runnable() if name in built and ISAS[name].faster()][-1]
+def best(built: list[str]) -> str | None:
+    """Of those that were built, the one to take here, if any runs."""
+    here = [name for name in runnable() if name in built]
+    return next((name for name in reversed(here) if ISAS[name].faster()), here[0] if here else None)

@@ -66,7 +66,9 @@ def _built() -> dict[str, object]:
 def _choose(built: list[str]) -> str:
     forced = os.environ.get("ATTENTION_OPS_ISA")
     if not forced:
-        return _isas.best(built)
+        if (best := _isas.best(built)) is None:
+            raise ImportError(f"attention_ops: expected kernels that this processor runs, got {', '.join(built)}")
+        return best
     if forced not in built or not _isas.runs(forced):
         runnable = ", ".join(name for name in _isas.runnable() if name in built)
         raise ImportError(

@@ -2,6 +2,7 @@
 
 python tests/nvcc.py              compiles all kernels and says what each takes
 python tests/nvcc.py --missing    says why that cannot be done, or fails where it can
+python tests/nvcc.py --release    says which nvcc there is
 """
 
 import concurrent.futures
@@ -139,6 +140,9 @@ def main() -> None:
     if "--missing" in sys.argv:
         print(missing())
         sys.exit(missing() is None)
+    if "--release" in sys.argv:
+        print(release() or "")
+        return
     with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count()))) as pool:
         for found in pool.map(lambda file: kernels(file, "sm_80"), FILES):
             for kernel in found:

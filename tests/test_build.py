@@ -122,6 +122,15 @@ def test_architectures_are_those_of_torchs_variable() -> None:
     assert "from 8.0 on such as 9.0+PTX, got 7.5" in wrong or wrong.startswith("not built: torch is built with")
 
 
+def test_architectures_are_those_that_nvcc_knows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\nprintf 'sm_75\\nsm_80\\nsm_86\\nsm_90\\nsm_90a\\n'\n")
+    nvcc.chmod(0o755)
+    assert runpy.run_path(str(PACKAGE / "_cuda.py"))["architectures"](str(tmp_path)) == ["8.0", "8.6", "9.0+PTX"]
+
+
 def test_code_is_made_for_each_architecture_and_ptx_where_it_is_asked_for() -> None:
     code = runpy.run_path(str(PACKAGE / "_cuda.py"))["code"]
     assert code(["8.6"]) == "-gencode=arch=compute_80,code=[sm_86]"

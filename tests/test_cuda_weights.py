@@ -6,6 +6,7 @@ import math
 import cases
 import pytest
 import test_attention_weights as on_the_processor
+import test_masks
 import torch
 from backends import HAS_GPU, assert_replays, less_memory_than, on_model
 from compare import assert_exact
@@ -72,6 +73,11 @@ def test_every_mask(name, device):
     case = cases.Case(shape, mask=name, sinks=True)
     on_the_processor.check_selection(case, on_the_processor.selections(case)[3], device)
     on_the_processor.check_summaries(case, device)
+
+
+@pytest.mark.parametrize("name", test_masks.BOOLEAN)
+def test_any_byte_but_zero_is_true(name, device):
+    test_masks.check_bytes(name, device)
 
 
 @pytest.mark.parametrize("name", ["document", "window|dilated&causal", "block_sparse"])

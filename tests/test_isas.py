@@ -87,3 +87,22 @@ def test_pairs_are_chosen_where_they_are_fast(vendor, best, monkeypatch):
     monkeypatch.setattr(_isas, "_processor", lambda: {"vendor_id": vendor, "flags": flags})
     assert "avx512_bf16" in _isas.runnable()
     assert _isas.best(list(_isas.ISAS)) == best
+
+
+def test_what_is_built_can_be_chosen(monkeypatch):
+    buildable = _isas.buildable()
+    for text, names in {"": buildable, buildable[-1]: buildable[-1:], " ".join(buildable[::-1]): buildable}.items():
+        monkeypatch.setenv("ATTENTION_OPS_ISAS", text)
+        assert _isas.wanted() == names
+    monkeypatch.setenv("ATTENTION_OPS_ISAS", "native")
+    assert _isas.wanted() == [_isas.best(buildable)]
+    monkeypatch.setenv("ATTENTION_OPS_ISAS", f"{buildable[0]},mmx")
+    with pytest.raises(SystemExit, match=r"expected ATTENTION_OPS_ISAS of native, .*, got .*mmx"):
+        _isas.wanted()
+
+
+def test_the_only_one_that_runs_is_taken_though_another_were_faster(monkeypatch):
+    name = _isas.best(BUILT)
+    monkeypatch.setitem(_isas.ISAS, name, _isas.ISAS[name]._replace(faster=lambda: False))
+    assert _isas.best([name]) == name
+    assert _isas.best([]) is None

@@ -19,10 +19,10 @@ SQUARE = cases.Shape(2, 2, 2, 37, 37, 4, 4)
 WIDE, TALL = cases.Shape(2, 2, 2, 21, 70, 4, 4), cases.Shape(2, 2, 2, 70, 21, 4, 4)
 
 
-def seen(shape: cases.Shape, mask: masks.Mask) -> Tensor:
+def seen(shape: cases.Shape, mask: masks.Mask, device: str = "cpu") -> Tensor:
     """The places that the kernel sees: those with a weight. Scores are all equal, so no weight underflows."""
-    query = torch.zeros(shape.batch, shape.heads, shape.queries, 1)
-    key = torch.zeros(shape.batch, shape.kv_heads, shape.keys, 1)
+    query = torch.zeros(shape.batch, shape.heads, shape.queries, 1, device=device)
+    key = torch.zeros(shape.batch, shape.kv_heads, shape.keys, 1, device=device)
     return attention_ops.attention_weights(query, key, mask=mask) > 0
 
 
@@ -123,6 +123,28 @@ def test_data_may_be_strided():
     check(WIDE, masks.padding(torch.tensor([3, 9, 40, 9])[::2]))
     start = torch.randint(0, 70, (21, 2)).T[:, None]
     check(WIDE, masks.ranges(start, start + 9))
+
+
+BOOLEAN = {
+    "dense": ((2, 1, 70, 70), masks.dense),
+    "block_sparse": ((1, 2, 9, 9), lambda layout: masks.block_sparse(layout, 8)),
+    "global_tokens": ((2, 70), masks.global_tokens),
+}
+
+
+def check_bytes(name: str, device: str = "cpu") -> None:
+    """Booleans may be a view of any bytes, as those of a picture are 0 and 255."""
+    shape, make = BOOLEAN[name]
+    data = torch.tensor([0, 1, 2, 128, 254, 255], dtype=torch.uint8)[torch.randint(0, 6, shape)]
+    places = cases.Shape(2, 2, 2, 70, 70, 4, 4)
+    given = seen(places, make(data.to(device).view(torch.bool)), device)
+    assert torch.equal(given.cpu(), dense_of(places, make(data != 0)))
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("name", BOOLEAN)
+def test_any_byte_but_zero_is_true(name):
+    check_bytes(name)
 
 
 def visible_tiles(visible: Tensor, rows: int, columns: int) -> int:

@@ -8,8 +8,12 @@ import nvcc
 import ptx
 import pytest
 import test_attention
+import test_attention_weights
 import test_cuda
+import test_cuda_derivatives
+import test_cuda_weights_derivatives
 import test_decode
+import test_rope
 import torch
 from backends import model, on_model
 
@@ -17,13 +21,12 @@ import attention_ops
 from attention_ops import reference
 
 pytestmark = pytest.mark.skipif(nvcc.missing() is not None, reason=str(nvcc.missing()))
-FILES = ("tensor_forward", "tensor_keys", "tensor_queries", "simt", "simt_decode")
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(scope="module")
 def modules() -> list[pathlib.Path]:
-    return [nvcc.ptx(name) for name in FILES]
+    return [nvcc.ptx(name) for name in nvcc.FILES]
 
 
 @pytest.fixture
@@ -87,6 +90,69 @@ def test_plain_arithmetic(dtype):
 def test_decoding(dtype):
     with on_model(ptx=True):
         test_decode.check(cases.Case(cases.Shape(1, 4, 1, 1, 300, 64, 64), dtype=dtype), "cpu")
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("distance", ["distance_bias_inf", "relative"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_terms_by_distance(dtype, distance):
+    check(1, 2, 1, 65, 70, 8, 12, dtype=dtype, mask="causal", distance=distance)
+
+
+DERIVATIVES = (
+    {"mask": "causal", "bias": "bias_keys", "sinks": True},
+    {"mask": "padding", "softcap": 2.5, "dropout_p": 0.3, "strides": "transposed"},
+    {"mask": "window", "distance": "relative", "dtype": torch.bfloat16},
+    {"mask": "block_sparse", "distance": "distance_bias_inf", "dtype": torch.float64},
+)
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("options", DERIVATIVES, ids=lambda options: "-".join(options))
+def test_forward_mode_and_second_derivatives(options):
+    with on_model(ptx=True):
+        test_cuda_derivatives.check(cases.Case(cases.Shape(2, 2, 1, 17, 20, 4, 3), **options), "cpu")
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "dense"])
+def test_weights_and_summaries(mask, dtype):
+    case = cases.Case(cases.Shape(1, 2, 1, 70, 67, 8, 1), mask=mask, bias="bias_keys", sinks=True, dtype=dtype)
+    with on_model(ptx=True):
+        test_attention_weights.check_weights(case, "cpu")
+        test_attention_weights.check_selection(case, test_attention_weights.selections(case)[3], "cpu")
+        test_attention_weights.check_summaries(case, "cpu")
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("options", DERIVATIVES[:3], ids=lambda options: "-".join(options))
+def test_derivatives_of_weights_and_summaries(options):
+    case = cases.Case(cases.Shape(1, 2, 1, 9, 17, 4, 1), **{**options, "dropout_p": 0.0})
+    with on_model(ptx=True):
+        test_cuda_weights_derivatives.check_weights(case, "cpu")
+        test_cuda_weights_derivatives.check_summaries(case, "cpu")
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("layout", test_rope.LAYOUTS)
+@pytest.mark.parametrize("dtype", test_rope.TYPES, ids=str)
+def test_rope_of_any_positions(dtype, layout):
+    case = {"shape": (2, 3, 17, 34), "strides": "transposed", "dtype": dtype, "layout": layout, "part": 0.8, "seed": 1}
+    with on_model(ptx=True):
+        for positions in ("none", "shared", "each", "between"):
+            test_rope.check_rows({**case, "positions": positions})
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("place", [*test_rope.PLACES, *test_rope.FAR_PLACES])
+def test_angles_of_rope(place):
+    """Near ones by a table of sines of our own, far ones by the functions of CUDA's library."""
+    with on_model(ptx=True):
+        if place in test_rope.FAR_PLACES:
+            test_rope.check_far_angles(place, least=3e-16)
+        else:
+            test_rope.check_angles(torch.float64, place)
 
 
 @pytest.mark.usefixtures("loaded")
@@ -156,7 +222,7 @@ def forward() -> None:
 
 def load_faulty(modules: list[pathlib.Path], folder: pathlib.Path, old: str, new: str) -> None:
     """The modules, with a fault in that one kernel."""
-    place = FILES.index("tensor_forward")
+    place = nvcc.FILES.index("tensor_forward")
     text, path = modules[place].read_text(), folder / "faulty.ptx"
     kernel = re.compile(r"\.visible \.entry \S*8BFloat16ENS_12ForwardShapeILi64ELb0E.*?\n}\n", re.S)
     path.write_text(kernel.sub(lambda found: re.sub(old, new, found[0]), text))

@@ -79,6 +79,7 @@ class Loaded {
     const MaskArguments mask(a);
     problem.mask = MaskProgram(mask.view(problem.queries, problem.keys));
     problem.scale = a.scale, problem.softcap = a.softcap;
+    problem.product_scale = a.softcap > 0 ? a.scale / a.softcap : a.scale;
     if (a.dropout_p > 0) problem.dropout = {a.dropout_p, static_cast<const int64_t*>(seed_.data()), a.seed->dim() == 2};
   }
   Loaded(const Loaded&) = delete;

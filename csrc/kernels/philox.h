@@ -44,7 +44,6 @@ struct DropoutStream {
   uint32_t key0, key1, head, batch;
   uint32_t threshold;  // keep where bits >= threshold
 
-  HOST_DEVICE static uint32_t threshold_of(double p) { return static_cast<uint32_t>(p * 65536 + 0.5); }
   HOST_DEVICE Philox eight(uint32_t i, uint32_t group) const {
     return philox(group, i, head, batch, key0, key1, MultiplyWide());
   }
@@ -53,22 +52,25 @@ struct DropoutStream {
   }
 };
 
-// A seed per call, or a seed and a batch number per row.
+// A seed per call, or a seed and a batch number per row. What is dropped is a share of p to 16 bits.
 struct Dropout {
-  double p = 0;
+  uint32_t threshold = 0;
+  double scale = 1;  // the inverse of the share that is kept
   const int64_t* seed = nullptr;
   bool per_row = false;
 
-  HOST_DEVICE bool on() const { return p > 0; }
-  // The inverse of the share that is kept, which is p to 16 bits.
-  HOST_DEVICE double scale() const {
-    const uint32_t threshold = DropoutStream::threshold_of(p);
-    return threshold < 65536 ? 65536. / (65536 - threshold) : 0;
-  }
+  Dropout() = default;
+  Dropout(double p, const int64_t* seed, bool per_row)
+      : threshold(static_cast<uint32_t>(p * 65536 + 0.5)),
+        scale(threshold < 65536 ? 65536. / (65536 - threshold) : 0),
+        seed(seed),
+        per_row(per_row) {}
+
+  HOST_DEVICE bool on() const { return threshold > 0; }
   HOST_DEVICE DropoutStream stream(int64_t batch, int64_t head) const {
     const uint64_t key = static_cast<uint64_t>(per_row ? seed[2 * batch] : seed[0]);
     const uint64_t row = static_cast<uint64_t>(per_row ? seed[2 * batch + 1] : batch);
-    return {uint32_t(key), uint32_t(key >> 32), uint32_t(head), uint32_t(row), DropoutStream::threshold_of(p)};
+    return {uint32_t(key), uint32_t(key >> 32), uint32_t(head), uint32_t(row), threshold};
   }
 };
 

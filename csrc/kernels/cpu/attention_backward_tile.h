@@ -38,8 +38,8 @@ void AttentionBackward<T, E>::run_tile(const Work& work, const Block& block, Scr
   }
   if (w.tile.tanh) through_softcap(w);
   if (w.keep) {
-    apply_kept<T, kWidth>(w.tile.s, w.tile, w.keep, T(p_.dropout.scale()));
-    if (along_) apply_kept<T, kWidth>(w.dot.s, w.tile, w.keep, T(p_.dropout.scale()));
+    apply_kept<T, kWidth>(w.tile.s, w.tile, w.keep, T(p_.dropout.scale));
+    if (along_) apply_kept<T, kWidth>(w.dot.s, w.tile, w.keep, T(p_.dropout.scale));
   }
   add_terms(work, block, w, site, panel, number);
 }
@@ -108,8 +108,8 @@ void AttentionBackward<T, E>::fill_gradients(const Block& block, Scratch& w, con
     }
   if (!w.keep) return;
   fill_kept(w.keep, site, panel, block.key, block.keys);
-  apply_kept<T, kWidth>(w.dp, w.tile, w.keep, T(p_.dropout.scale()));
-  if (along_) apply_kept<T, kWidth>(w.dp_dot, w.tile, w.keep, T(p_.dropout.scale()));
+  apply_kept<T, kWidth>(w.dp, w.tile, w.keep, T(p_.dropout.scale));
+  if (along_) apply_kept<T, kWidth>(w.dp_dot, w.tile, w.keep, T(p_.dropout.scale));
 }
 
 // ds = p (dp - delta), in place of dp, and the tangents of p and ds in place of those of log p and dp. All become 0

@@ -349,7 +349,7 @@ void AttentionDecode<E>::finish(Index task) const {
     l += alpha * from[1];
     for (Index d = 0; d < p_.value_width; ++d) out[d] += alpha * from[2 + d];
   }
-  const T inverse = l == 0 ? 0 : T(p_.dropout.scale()) / l;
+  const T inverse = l == 0 ? 0 : T(p_.dropout.scale) / l;
   for (Index d = 0; d < p_.value_width; ++d) out[d] *= inverse;
   result_.lse[task] = l == 0 ? -kInfinity<T> : (m + std::log2(l)) * kLn2<T>;
 }

@@ -279,7 +279,7 @@ class AttentionForward {
   void finish(const Scratch& w, const Site<T, E>& site, const Panels& panel) const {
     T* lse = result_.lse + (site.b * p_.heads + site.h) * p_.queries + panel.first;
     E* out = result_.out.at(site.b, site.h) + panel.first * result_.out.row_stride;
-    const Vec<T> kept = splat(T(p_.dropout.scale())), sink = splat(site.sink());
+    const Vec<T> kept = splat(T(p_.dropout.scale)), sink = splat(site.sink());
     visited_tiles.fetch_add(w.visited, std::memory_order_relaxed);
     for (int q = 0; q < kWidth; q += kLanes<T>) {
       const Vec<T> m = load(w.m + q), top = max(sink, m), base = top == splat(-kInfinity<T>) ? Vec<T>{} : top;

@@ -112,7 +112,7 @@ class AttentionJvp {
   template <int NV>
   void move_weights(const Scratch& w, const Span& span) const {
     const LaneInt<T>* visible = w.tile.cover == Cover::some ? w.tile.visible : nullptr;
-    const Vec<T> kept = splat(T(p_.dropout.scale()));
+    const Vec<T> kept = splat(T(p_.dropout.scale));
     T* lse_dot = w.lse_dot + span.vector * kStep;
     Vec<T> sum[NV];
     for (int v = 0; v < NV; ++v) sum[v] = load(lse_dot + v * kStep);

@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     T l = sink != -kInfinity<T> ? factor(sink) : T(0);
     for (Index c = 0; c < plan.chunks; ++c)
       l += factor(row_value<T>(plan.m, place(c))) * row_value<T>(plan.l, place(c));
-    const T inverse = l == 0 ? T(0) : T(p.dropout.scale()) / l;
+    const T inverse = l == 0 ? T(0) : T(p.dropout.scale) / l;
     for (Index d = device::thread(); d < p.value_width; d += kDecodeThreads) {
       T o = 0;
       for (Index c = 0; c < plan.chunks; ++c)

@@ -54,7 +54,7 @@ DEVICE void forward_task(const Problem& p, const ForwardResult& result, Index pa
   });
   const Rows out(result.out, site.b, site.h, query);
   for (int r = 0; r < 4; ++r) {
-    const T l = row_sum(rows.l[r]), factor = l == 0 ? T(0) : T(p.dropout.scale()) / l;
+    const T l = row_sum(rows.l[r]), factor = l == 0 ? T(0) : T(p.dropout.scale) / l;
     for (int c = 0; c < 4; ++c) out.put(t.row(r), part * kSimtTile + t.column(c), o[r][c] * factor);
     if (part > 0 || t.tx > 0 || query + t.row(r) >= p.queries) continue;
     const T lse = l == 0 ? -kInfinity<T> : (rows.m[r] + device::log2(l)) * kLn2<T>;

@@ -20,7 +20,7 @@ struct SimtTangent {
     if (along.k.defined()) multiply_rows(x, site.q(tile.query), site.keys_of(along.k, tile.key), p.width);
     multiply_distances(x, site, tile.query, tile.key, along.q, p.distance, p.key_columns());
     multiply_distances(x, site, tile.query, tile.key, p.q, along.distance, p.key_columns());
-    const T factor = T(p.softcap > 0 ? p.scale / p.softcap : p.scale), unit = T(p.softcap > 0 ? p.softcap : 1);
+    const T factor = T(p.product_scale), unit = T(p.softcap > 0 ? p.softcap : 1);
     for (int r = 0; r < 4; ++r)
       for (int c = 0; c < 4; ++c) {
         x[r][c] *= factor;

@@ -224,7 +224,7 @@ DEVICE void finish_score(T& s, T& tanh, bool visible, const Site& site, Index i,
     return;
   }
   if (p.softcap > 0) {
-    tanh = device::tanh(s * T(p.scale / p.softcap));
+    tanh = device::tanh(s * T(p.product_scale));
     s = device::multiply(tanh, T(p.softcap * kLog2e<double>));
   } else {
     s = device::multiply(s, T(p.scale * kLog2e<double>));
@@ -306,7 +306,7 @@ struct SimtDropout {
   T factor;
 
   DEVICE SimtDropout(const SimtMemory<T>& m, const SimtScores<T>& tile, const Problem& p)
-      : m(m), tile(tile), on(p.dropout.on()), factor(p.dropout.scale()) {}
+      : m(m), tile(tile), on(p.dropout.on()), factor(p.dropout.scale) {}
   DEVICE T operator()(T x, int r, int c) const { return !on ? x : tile.keeps(m, r, c) ? factor * x : T(0); }
   DEVICE void apply(SimtValues<T>& x) const {
     for (int r = 0; r < 4; ++r)

@@ -27,7 +27,7 @@ struct BackwardMemory {
 template <bool Transposed, class S, class Memory, int M, int N>
 DEVICE void drop_gradient(float (&x)[M][N][4], const Memory& memory, const TensorTile& tile) {
   if (!tile.drops) return;
-  const float factor = float(tile.site.of.dropout.scale());
+  const float factor = float(tile.site.of.dropout.scale);
   each_element<M, N>([&](int m, int n, int e) { x[m][n][e] *= factor; });
   each_unset<Transposed, Memory::kWords, M, N>(memory.kept, tile.warp_row,
                                                [&](int m, int n, int e) { x[m][n][e] = 0; });

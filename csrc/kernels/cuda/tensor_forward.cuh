@@ -72,7 +72,7 @@ template <class E, class S, int M>
 DEVICE void finish_forward(const Site& site, const ForwardResult& result, const TensorRows<M>& rows,
                            const float (&o)[M][S::kWidth / 8][4], int query, float unit, uint32_t tile) {
   const TensorLane t;
-  const float kept = float(site.of.dropout.scale());
+  const float kept = float(site.of.dropout.scale);
   float factor[2 * M];
 #pragma unroll
   for (int h = 0; h < 2 * M; ++h) {

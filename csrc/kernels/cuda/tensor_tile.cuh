@@ -269,7 +269,7 @@ DEVICE void add_bias(float (&s)[M][N][4], const TensorTile& tile, Hidden&& hidde
 template <bool Transposed, class E, int M, int N, class Hidden>
 DEVICE void finish_scores(float (&s)[M][N][4], float (&slope)[M][N][4], const TensorTile& tile, Hidden&& hidden) {
   const Problem& p = tile.site.of;
-  const float unit = float(p.softcap * kLog2e<double>), factor = float(p.scale / p.softcap);
+  const float unit = float(p.softcap * kLog2e<double>), factor = float(p.product_scale);
   if (p.softcap > 0)
     each_element<M, N>([&](int m, int n, int e) {
       const float x = tanh_fast(s[m][n][e] * factor);

@@ -6,7 +6,7 @@ namespace attention_ops {
 
 struct BlockSparse {
   static inline const KindInfo info{"block_sparse", {{.name = "block", .minimum = 1}}, {{"layout", "BHrc", false}}};
-  const bool* layout;
+  Flags layout;
   int64_t row_stride, column_stride;
   int32_t block;
 

@@ -6,7 +6,7 @@ namespace attention_ops {
 
 struct Dense {
   static inline const KindInfo info{"dense", {}, {{"mask", "BHqk", false}}};
-  const bool* mask;
+  Flags mask;
   int64_t row_stride, key_stride;
 
   HOST_DEVICE explicit Dense(const MaskSite& site)

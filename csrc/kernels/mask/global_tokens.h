@@ -6,7 +6,7 @@ namespace attention_ops {
 
 struct GlobalTokens {
   static inline const KindInfo info{"global_tokens", {}, {{"flags", "BL", false}}};
-  const bool* flags;
+  Flags flags;
   int64_t stride;
 
   HOST_DEVICE explicit GlobalTokens(const MaskSite& site) : flags(site.flags(0)), stride(site.data[0].strides[1]) {}

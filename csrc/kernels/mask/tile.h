@@ -37,6 +37,16 @@ struct MaskData {
   int64_t strides[4] = {};
 };
 
+// A byte of a boolean tensor, which may be a view of any bytes: all but 0 are true.
+enum class Flag : unsigned char {};
+
+struct Flags {
+  const Flag* first;
+
+  HOST_DEVICE bool operator[](int64_t n) const { return first[n] != Flag{}; }
+  HOST_DEVICE Flags operator+(int64_t n) const { return {first + n}; }
+};
+
 // The batch and head a mask is built for.
 struct MaskSite {
   int64_t batch, head;
@@ -49,8 +59,8 @@ struct MaskSite {
   HOST_DEVICE const int64_t* integers(int n) const {
     return static_cast<const int64_t*>(data[n].data) + batch * data[n].strides[0];
   }
-  HOST_DEVICE const bool* flags(int n) const {
-    return static_cast<const bool*>(data[n].data) + batch * data[n].strides[0];
+  HOST_DEVICE Flags flags(int n) const {
+    return Flags{static_cast<const Flag*>(data[n].data)} + batch * data[n].strides[0];
   }
   HOST_DEVICE int32_t argument(int n) const {
     constexpr int64_t limit = std::numeric_limits<int32_t>::max();
