@@ -122,7 +122,10 @@ def test_weights_and_summaries(mask, dtype):
     with on_model(ptx=True):
         test_attention_weights.check_weights(case, "cpu")
         test_attention_weights.check_selection(case, test_attention_weights.selections(case)[3], "cpu")
-        test_attention_weights.check_summaries(case, "cpu")
+        if dtype == torch.bfloat16:
+            test_attention_weights.check_half_summaries(mask, dtype, "cpu")
+        else:
+            test_attention_weights.check_summaries(case, "cpu")
 
 
 @pytest.mark.usefixtures("loaded")
@@ -167,8 +170,9 @@ def test_any_schedule_gives_the_same_bits():
 
 def test_rows_of_a_tile_lie_at_multiples_of_their_bytes(modules):
     """Their addresses are found by flipping bits within them; a row has 512 bytes at most."""
-    for module in modules:
-        assert [int(n) % 512 for n in re.findall(r"^\.extern \.shared \.align (\d+)", module.read_text(), re.M)] == [0]
+    for name, module in zip(nvcc.FILES, modules, strict=True):
+        found = re.findall(r"^\.extern \.shared \.align (\d+)", module.read_text(), re.M)
+        assert [int(n) % 512 for n in found] == ([] if name == "simt_rope" else [0])  # which needs none
 
 
 @pytest.mark.usefixtures("loaded")

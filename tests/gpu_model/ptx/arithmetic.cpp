@@ -124,6 +124,7 @@ Execute multiply_wide(const std::vector<Type>& types) {
   };
   return types[0] == Type::s32   ? widened.operator()<int32_t, int64_t>()
          : types[0] == Type::u32 ? widened.operator()<uint32_t, uint64_t>()
+         : types[0] == Type::u16 ? widened.operator()<uint16_t, uint32_t>()
                                  : nullptr;
 }
 
