@@ -1,10 +1,13 @@
 """The model that runs CUDA kernels on the processor: it finds the bugs it is there for, and is silent without them."""
 
+import cases
 import pytest
+import test_masks
 import torch
 from backends import model, on_model
 
 import attention_ops
+from attention_ops import masks
 
 PLANTS = [
     "barrier-after-exit",
@@ -48,8 +51,8 @@ def test_bank_conflicts_are_counted():
     ops.take_counters()
     for swizzled in (True, False):
         ops.run_plant("bank-conflict", swizzled)
-        passes, fewest = ops.take_counters()[2:]
-        assert (passes == fewest) == swizzled
+        counters = ops.take_counters()
+        assert (counters["passes"] == counters["fewest_passes"]) == swizzled
     assert ops.take_findings() == []
 
 
@@ -62,7 +65,43 @@ def test_tensor_cores_do_what_the_visible_tiles_need_without_bank_conflicts(widt
         with on_model():
             ops.take_counters()
             attention_ops.attention(*leaves, mask="sliding_window(20, 0)").sum().backward()
-            count, _, passes, fewest = ops.take_counters()
-        assert passes == fewest
-        products.append(count)
+            counters = ops.take_counters()
+        assert counters["passes"] == counters["fewest_passes"]
+        products.append(counters["multiplications"])
     assert 0 < products[1] <= 2.5 * products[0]
+
+
+# Queries and keys of a tile of rows of 64: of the forward pass, and of those for the gradients.
+TILES = {"out": (128, 64), "query": (128, 64), "key": (32, 128)}
+
+
+def products(mask: masks.Mask | None, length: int) -> dict[str, int]:
+    """What tensor cores multiply in each pass."""
+    counted = {}
+    for name in TILES:
+        leaves = {x: torch.randn(1, 2, length, 64, dtype=torch.bfloat16) for x in ("query", "key", "value")}
+        if name != "out":
+            leaves[name].requires_grad_()
+        with on_model():
+            out = attention_ops.attention(**leaves, mask=mask)
+            forward = model().take_counters()["multiplications"]
+            if name != "out":
+                out.sum().backward()
+            counted[name] = forward if name == "out" else model().take_counters()["multiplications"]
+    return counted
+
+
+@pytest.fixture(scope="module")
+def products_of_a_tile() -> dict[str, int]:
+    full = products(None, 256)
+    return {name: full[name] // (2 * (256 // rows) * (256 // keys)) for name, (rows, keys) in TILES.items()}
+
+
+@pytest.mark.parametrize("name", [*test_masks.ALL, *cases.BOTH])
+def test_tiles_are_visited_where_something_is_visible(name, products_of_a_tile):
+    shape = cases.Shape(1, 2, 2, 300, 300, 64, 64)
+    mask = cases.MASKS[name](shape)
+    visible = test_masks.dense_of(shape, mask)
+    counted = products(mask, 300)
+    for which, tile in TILES.items():
+        assert counted[which] == products_of_a_tile[which] * test_masks.visible_tiles(visible, *tile), which

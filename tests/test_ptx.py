@@ -176,15 +176,22 @@ def test_rows_of_a_tile_lie_at_multiples_of_their_bytes(modules):
 
 
 @pytest.mark.usefixtures("loaded")
-def test_no_bank_conflicts():
-    query = torch.randn(1, 1, 130, 64).to(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wanted", ["out", "query", "key", "value"])
+def test_as_few_sectors_as_the_bytes_take_and_no_bank_conflicts(wanted, dtype):
+    leaves = {name: torch.randn(1, 1, 70, 64, dtype=dtype) for name in ("query", "key", "value")}
+    if wanted != "out":
+        leaves[wanted].requires_grad_()
     with on_model(ptx=True):
         model().take_counters()
-        attention_ops.attention(query, query, query)
-        products, barriers, passes, fewest = model().take_counters()
-    assert products > 0
-    assert barriers > 0
-    assert passes == fewest
+        out = attention_ops.attention(**leaves)
+        if wanted != "out":
+            out.sum().backward()
+        counters = model().take_counters()
+    assert counters["sectors"] == counters["fewest_sectors"] > 0
+    assert counters["passes"] == counters["fewest_passes"]
+    assert counters["barriers"] > 0
+    assert (counters["multiplications"] > 0) == (dtype == torch.bfloat16)
 
 
 # Faults in the text of the forward kernel: what is replaced, by what, and what the model then says; None where it is
@@ -237,6 +244,16 @@ def load_faulty(modules: list[pathlib.Path], folder: pathlib.Path, old: str, new
 @pytest.mark.usefixtures("loaded")
 def test_the_forward_kernel_as_it_is():
     forward()
+
+
+def test_sectors_that_are_touched_in_pieces_are_counted(modules, tmp_path):
+    """Each lane stores one word of four: a quarter of every sector."""
+    load_faulty(modules, tmp_path, r"st\.global\.v4\.b32 (\[%rd\d+\]), \{(%r\d+),.*\};", r"st.global.b32 \1, \2;")
+    model().take_counters()
+    with pytest.raises(AssertionError):
+        forward()
+    counters = model().take_counters()
+    assert counters["sectors"] > counters["fewest_sectors"]
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -31,13 +31,13 @@ void set_options(int64_t lanes, int64_t blocks, int64_t seed, bool late_copies, 
       int(shared_kilobytes) * 1024};
 }
 
-std::vector<int64_t> take_counters() {
-  const auto c = std::exchange(gpu_model::counters(), {});
-  return {int64_t(c.multiplications), int64_t(c.barriers), int64_t(c.passes), int64_t(c.fewest_passes)};
-}
-
-int64_t take_loads() {
-  return int64_t(std::exchange(gpu_model::counters().loads, 0));
+c10::Dict<std::string, int64_t> take_counters() {
+  const gpu_model::Counters c = std::exchange(gpu_model::counters(), {});
+  c10::Dict<std::string, int64_t> all;
+  all.insert("multiplications", c.multiplications), all.insert("barriers", c.barriers), all.insert("loads", c.loads);
+  all.insert("passes", c.passes), all.insert("fewest_passes", c.fewest_passes);
+  all.insert("sectors", c.sectors), all.insert("fewest_sectors", c.fewest_sectors);
+  return all;
 }
 
 TORCH_LIBRARY(attention_ops_gpu_model, m) {
@@ -47,8 +47,7 @@ TORCH_LIBRARY(attention_ops_gpu_model, m) {
       "int shared_kilobytes=227) -> ()",
       set_options);
   m.def("load_ptx(str[] modules, str[] names, int[] offsets) -> ()", gpu_model::ptx::load);
-  m.def("take_counters() -> int[]", take_counters);
-  m.def("take_loads() -> int", take_loads);
+  m.def("take_counters() -> Dict(str, int)", take_counters);
   m.def("take_findings() -> str[]", gpu_model::take_findings);
   m.def("plant_names() -> str[]", gpu_model::plant_names);
   m.def("run_plant(str name, bool right) -> ()", gpu_model::run_plant);

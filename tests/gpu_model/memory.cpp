@@ -213,4 +213,16 @@ void count_passes(const uint32_t (&addresses)[32], uint32_t lanes, int bytes) {
   }
 }
 
+Sectors::~Sectors() {
+  std::sort(addresses_, addresses_ + count_);
+  uint64_t past = 0, past_sector = 0, bytes = 0, sectors = 0;  // the first byte and sector after those counted
+  for (int n = 0; n < count_; ++n) {
+    const uint64_t first = addresses_[n], end = first + bytes_, sector = first / 32, end_sector = (end + 31) / 32;
+    bytes += end - std::max(first, std::min(past, end));
+    sectors += end_sector - std::max(sector, std::min(past_sector, end_sector));
+    past = end, past_sector = end_sector;
+  }
+  counters().sectors += sectors, counters().fewest_sectors += (bytes + 31) / 32;
+}
+
 }  // namespace gpu_model

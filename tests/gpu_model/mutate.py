@@ -108,13 +108,6 @@ MUTATIONS = (
         SCHEDULES,
     ),
     Mutation(
-        "keys: no barrier before the sums leave",
-        KEYS,
-        "  device::sync_threads();  // every warp has read the owned rows, through which sums now leave\n",
-        "",
-        SCHEDULES,
-    ),
-    Mutation(
         "keys: the values of one row too many",
         KEYS,
         "query + i < site.of.queries ?",

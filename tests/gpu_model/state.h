@@ -81,6 +81,18 @@ bool fits_shared(uint32_t address, int bytes, const Lane& lane, Line line, const
 void note_read(uint32_t address, int bytes, const Lane& lane, Line line);
 void count_passes(const uint32_t (&addresses)[32], uint32_t lanes, int bytes);
 
+// Where the lanes of a warp touch global memory in one instruction, each so many bytes; counts their sectors at the end.
+class Sectors {
+ public:
+  explicit Sectors(int bytes) : bytes_(bytes) {}
+  ~Sectors();
+  void touch(uint64_t address) { addresses_[count_++] = address; }
+
+ private:
+  uint64_t addresses_[32];
+  int bytes_, count_ = 0;
+};
+
 // What a lane leaves behind.
 void end_lane(Lane& lane);
 

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if constexpr (kValue) multiply<E, kWidth>(dv, s, memory.stage(stage, 1), t.lane);
     if constexpr (kKey) multiply<E, kWidth>(dk, dp, memory.stage(stage, 0), t.lane);
   }
-  device::sync_threads();  // every warp has read the owned rows, through which sums now leave
+  // Sums leave through the owned rows, of which a warp has read its own alone.
   if constexpr (kKey) store_keys<E, S>(memory, dk, float(p.scale), Rows(result.grad_key, b, key_head, 0), key);
   if constexpr (kValue) store_keys<E, S>(memory, dv, 1, Rows(result.grad_value, b, key_head, 0), key);
 }

@@ -76,13 +76,24 @@ uint64_t extended(uint64_t x, const Instruction& in) {
   return in.extends_sign ? uint64_t(int64_t(x << unused) >> unused) : x;
 }
 
+// Calls f(lane, address) for the address that is the first source.
+template <class F>
+void each_address(Warp& w, const Instruction& in, uint32_t lanes, int bytes, F&& f) {
+  Sectors sectors(bytes);
+  each_lane(lanes, [&](int lane) {
+    current->now = &w.lane(lane);
+    const Address address = resolve(w, in, lane, 0);
+    if (address.space == Space::global) sectors.touch(address.at);
+    f(lane, address);
+  });
+}
+
 // The registers of a result, from the bytes that an address holds.
 void load(Warp& w, const Instruction& in, uint32_t lanes) {
   const int total = in.bytes * int(in.to.size());
-  each_lane(lanes, [&](int lane) {
-    current->now = &w.lane(lane);
+  each_address(w, in, lanes, total, [&](int lane, Address from) {
     Bytes bytes;
-    read(w, in, lane, resolve(w, in, lane, 0), total, bytes);
+    read(w, in, lane, from, total, bytes);
     for (size_t n = 0; n < in.to.size(); ++n) {
       uint64_t x = 0;
       std::memcpy(&x, bytes + n * in.bytes, in.bytes);
@@ -90,25 +101,25 @@ void load(Warp& w, const Instruction& in, uint32_t lanes) {
     }
   });
 }
-// The first source is the address.
 void store(Warp& w, const Instruction& in, uint32_t lanes) {
   const int count = int(in.from.size()) - 1, total = in.bytes * count;
-  each_lane(lanes, [&](int lane) {
-    current->now = &w.lane(lane);
+  each_address(w, in, lanes, total, [&](int lane, Address to) {
     Bytes bytes;
     for (int n = 0; n < count; ++n) std::memcpy(bytes + n * in.bytes, &w.source(in, n + 1)[lane], in.bytes);
-    write(w, in, lane, resolve(w, in, lane, 0), total, bytes);
+    write(w, in, lane, to, total, bytes);
   });
 }
 
 // To, from, 16, and how many bytes there are: 0 or 16.
 void copy_asynchronously(Warp& w, const Instruction& in, uint32_t lanes) {
+  Sectors sectors(16);
   each_lane(lanes, [&](int lane) {
     current->now = &w.lane(lane);
     const uint64_t to = w.source(in, 0)[lane] + in.offset[0], from = w.source(in, 1)[lane] + in.offset[1];
     const uint32_t whole = uint32_t(w.source(in, 2)[lane]), bytes = uint32_t(w.source(in, 3)[lane]);
     if (whole != 16 || (bytes != 0 && bytes != 16))
       throw std::runtime_error("a copy of other than 16 bytes: " + in.text);
+    if (bytes) sectors.touch(from);
     copy16(uint32_t(to), reinterpret_cast<const void*>(from), bytes == 16, in.line);
   });
 }
