@@ -49,7 +49,7 @@ rule compile_cuda
   deps = gcc
   description = compile $out
 rule link_cuda
-  command = $nvcc -dlink -Xnvlink -v -Xfatbin=-compress-all $flags $in -o $out
+  command = $nvcc -dlink -Xnvlink -v $flags $in -o $out
   description = link $out
 rule link
   command = $cxx $in -o $out $flags
@@ -164,7 +164,7 @@ class BuildLibraries(build_ext):
         includes = ["-Icsrc", *(f"-isystem{escaped(path)}" for path in paths.include_paths())]
         torch_folders = [f"-L{escaped(path)}" for path in paths.library_paths()]
         cuda = toolkit()
-        cuda_flags = ["-Xcompiler", "-fPIC,-fvisibility=hidden", cuda.code]
+        cuda_flags = ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xfatbin=-compress-all", cuda.code]
         lines = [RULES, f"builddir = {escaped(folder)}", f"cxx = {cxx}", f"nvcc = {cuda.root}/bin/nvcc -ccbin {cxx}"]
         for extension in self.extensions:
             objects, relocatable = [], []

@@ -29,7 +29,8 @@ class Mutation:
     file: str  # in csrc
     old: str  # stands in the file once
     new: str
-    tests: str = "cuda-model or schedule"  # as pytest's -k, of tests/test_cuda.py
+    tests: str  # as pytest's -k
+    suite: str = "test_cuda.py"
 
 
 FORWARD, KEYS, QUERIES = (f"kernels/cuda/tensor_{name}.cuh" for name in ("forward", "keys", "queries"))
@@ -184,6 +185,77 @@ MUTATIONS = (
         "true ? row_value<T>(in.delta",
         "test_values_and_gradients and cuda-model",
     ),
+    Mutation(
+        "bias: lines are summed before they are there",
+        "kernels/cuda/simt_bias.cuh",
+        "  put_weights(m, x);\n  device::sync_threads();\n",
+        "  put_weights(m, x);\n",
+        "test_every_bias and cuda-model",
+    ),
+    Mutation(
+        "decode: a tile before the last one's readers are done",
+        "kernels/cuda/simt_decode.cuh",
+        "      device::sync_threads();  // the last tile's readers are done\n",
+        "",
+        SCHEDULES,
+        "test_cuda_decode.py",
+    ),
+    Mutation(
+        "decode: chunks whatever their maxima",
+        "kernels/cuda/simt_decode.cuh",
+        "return from == base ? T(1) : device::exp2(from - base);",
+        "return T(1);",
+        "test_edges_of_chunks and cuda-model",
+        "test_cuda_decode.py",
+    ),
+    Mutation(
+        "distance: diagonals from the main one on alone",
+        "kernels/cuda/simt_distance.cuh",
+        "return Cell{n, own + n - skipped};",
+        "return Cell{n, own + n};",
+        "test_values_and_gradients and cuda-model",
+        "test_cuda_distance.py",
+    ),
+    Mutation(
+        "tangents: out moves by its weights alone",
+        "kernels/cuda/simt_jvp.cuh",
+        "out_dot[r][c] - sum * out.get<T>(row, column)",
+        "out_dot[r][c]",
+        "test_small and cuda-model",
+        "test_cuda_derivatives.py",
+    ),
+    Mutation(
+        "second derivatives: the softcap bends the other way",
+        "kernels/cuda/simt_second.cuh",
+        "T(-2) * tile.tanh",
+        "T(2) * tile.tanh",
+        "test_every_mask and cuda-model",
+        "test_cuda_derivatives.py",
+    ),
+    Mutation(
+        "summaries: the largest weight with another's key",
+        "kernels/cuda/simt_weights.cuh",
+        "device::shuffle_xor(largest[r].key, n)",
+        "largest[r].key",
+        "test_sizes and cuda-model",
+        "test_cuda_weights.py",
+    ),
+    Mutation(
+        "rope: the gradient turns forward",
+        "kernels/cuda/simt_rope.cuh",
+        "p.inverse ? -device::load(sines + i)",
+        "p.inverse ? device::load(sines + i)",
+        "test_the_gradient_turns_back and cuda-model",
+        "test_cuda_rope.py",
+    ),
+    Mutation(
+        "rope: sines without the factor",
+        "kernels/cuda/simt_rope.cuh",
+        "T(turn.sine * p.factor)",
+        "T(turn.sine)",
+        "test_axes_and_a_factor and cuda-model",
+        "test_cuda_rope.py",
+    ),
 )
 
 
@@ -207,7 +279,7 @@ def build() -> str:
     return done.stderr if done.returncode else ""
 
 
-def tests_pass(selection: str) -> bool:
+def tests_pass(suite: str, selection: str) -> bool:
     command = [
         sys.executable,
         "-m",
@@ -216,7 +288,7 @@ def tests_pass(selection: str) -> bool:
         "-x",
         "-p",
         "no:cacheprovider",
-        "tests/test_cuda.py",
+        f"tests/{suite}",
         "-k",
         selection,
     ]
@@ -239,7 +311,7 @@ def planted(mutation: Mutation) -> str:
     try:
         if build():
             return "NOT BUILT"
-        return "SURVIVED" if tests_pass(mutation.tests) else "found"
+        return "SURVIVED" if tests_pass(mutation.suite, mutation.tests) else "found"
     finally:
         path.write_text(text)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -253,9 +325,9 @@ def main() -> None:
     copy()
     if complaint := build():
         sys.exit(complaint)
-    for selection in sorted({mutation.tests for mutation in chosen}):
-        if not tests_pass(selection):
-            sys.exit(f"expected the tests to pass before any fault is planted, but of `{selection}` some fail")
+    for suite, selection in sorted({(mutation.suite, mutation.tests) for mutation in chosen}):
+        if not tests_pass(suite, selection):
+            sys.exit(f"expected tests to pass before a fault is planted, but of `{selection}` in {suite} some fail")
     failed = 0
     for mutation in chosen:
         began = time.monotonic()
