@@ -38,6 +38,8 @@ demo: build  ## train a small GPT on attention_ops and on torch, and compare (fi
 	$(PIP) $(DEMO_NEEDS)
 	$(PY) examples/train_gpt.py
 
+# PYTEST='-x -k masks' and the like are added to pytest's command.
+PYTEST =
 test: build  ## run the linters and the whole test suite
 	$(PIP) $(TEST_NEEDS)
 	$(MAKE) lint
@@ -64,7 +66,7 @@ cross:  ## run the CPU kernels for aarch64 (NEON) under an emulator; needs g++-a
 kernels: environment  ## compile the CUDA kernels with nvcc for compute capability 8.0, and say what each takes
 	$(PY) tests/nvcc.py
 
-mutate: build  ## plant faults in the CUDA kernels, one at a time, and see that the tests find each (half an hour)
+mutate: build  ## plant faults in the CUDA kernels, one at a time, and see that the tests find each (half an hour and more)
 	$(PIP) $(TEST_NEEDS)
 	$(PY) tests/gpu_model/mutate.py $(MUTATE)
 

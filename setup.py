@@ -64,7 +64,8 @@ def sources(*folders):
 def libraries():
     """The files of each library; its flags stand in `flags_of`. What takes longest is begun first."""
     if importlib.util.find_spec("torch") and toolkit().root:  # a source archive needs no torch
-        cuda = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
+        files = (ROOT / "csrc" / "cuda").glob("*.cu")
+        cuda = sorted((str(path.relative_to(ROOT)) for path in files), reverse=True)  # those for tensor cores
         yield Extension(CUDA_LIBRARY, [*cuda, *sources("cuda")])
     for isa in TABLE["wanted"]():
         yield Extension(f"attention_ops.libattention_ops_{isa}", sources("cpu"))
@@ -147,7 +148,6 @@ class BuildLibraries(build_ext):
         info = {
             "torch": str(torch.__version__),
             "compiler": compiler.splitlines()[0],
-            "isas": TABLE["wanted"](),
             "cuda": toolkit().says,
         }
         # Everything is compiled again when one of these changes, though no path does.
@@ -157,7 +157,7 @@ class BuildLibraries(build_ext):
         built = subprocess.run([find_ninja(), "-f", folder / "build.ninja", "-j", jobs(), *verbose], cwd=ROOT)
         if built.returncode:
             sys.exit(built.returncode)
-        shutil.copyfile(folder / "toolchain.json", self.info_path())
+        self.info_path().write_text(json.dumps({**info, "isas": TABLE["wanted"]()}, indent=2) + "\n")
 
     def ninja_file(self, torch, cxx, folder):
         paths = torch.utils.cpp_extension

@@ -76,8 +76,11 @@ def architectures(root: str) -> list[str]:
     """As `TORCH_CUDA_ARCH_LIST` names them, "8.0;9.0+PTX", or those of our own list that nvcc knows."""
     names = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     if not names:
-        known = subprocess.run([os.path.join(root, "bin", "nvcc"), "--list-gpu-code"], capture_output=True, text=True)
-        names = [name for name in ARCHITECTURES if binary(name) in known.stdout.split()]
+        command = [os.path.join(root, "bin", "nvcc"), "--list-gpu-code"]
+        known = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        names = [name for name in ARCHITECTURES if binary(name) in known]
+        if not names:
+            sys.exit(f"attention_ops: expected an nvcc that knows one of {ARCHITECTURES}, got {' '.join(known)}")
         names[-1] += "+PTX"
     for name in names:
         number = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", name)
@@ -87,7 +90,7 @@ def architectures(root: str) -> list[str]:
 
 
 def binary(name: str) -> str:
-    """What nvcc calls the code of an architecture."""
+    """What nvcc calls the code of an architecture; that of 9.0a is no other, since it is made of the PTX of 8.0."""
     return "sm_" + re.sub(r"\D", "", name)
 
 

@@ -78,9 +78,9 @@ def wanted() -> list[str]:
     names = os.environ.get("ATTENTION_OPS_ISAS", "").split()
     if names == ["native"]:
         return [best(buildable())]
-    if unknown := set(names) - set(buildable()):
-        expected = ", ".join(["native", *buildable()])
-        sys.exit(f"attention_ops: expected ATTENTION_OPS_ISAS of {expected}, got {' '.join(sorted(unknown))}")
+    if not set(names) <= set(buildable()):
+        expected = ", ".join(buildable())
+        sys.exit(f"attention_ops: expected ATTENTION_OPS_ISAS native, or some of {expected}, got {' '.join(names)}")
     return [name for name in buildable() if name in names or not names]
 
 
@@ -101,5 +101,6 @@ def runnable() -> list[str]:
 
 def best(built: list[str]) -> str | None:
     """Of those that were built, the one to take here, if any runs."""
-    here = [name for name in runnable() if name in built]
-    return next((name for name in reversed(here) if ISAS[name].faster()), here[0] if here else None)
+    here, order = [name for name in runnable() if name in built], list(ISAS)
+    taken = (n for n in reversed(here) if ISAS[n].faster() or order[order.index(n) - 1] not in here)
+    return next(taken, None)

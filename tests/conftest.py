@@ -14,12 +14,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_isa: part of the subset that runs under every instruction set")
-    torchs_own = (
-        "torch.jit.*:DeprecationWarning",
-        "torch.jit.*:FutureWarning",
-        "isinstance.*LeafSpec.*:FutureWarning",
-        "The .grad attribute of a Tensor that is not a leaf:UserWarning",  # opcheck asks for it
-    )
+    torchs_own = ("torch.jit.*:DeprecationWarning", "torch.jit.*:FutureWarning", "isinstance.*LeafSpec.*:FutureWarning")
     for line in ("error", *(f"ignore:.*{text}" for text in torchs_own)):
         config.addinivalue_line("filterwarnings", line)
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)

@@ -48,6 +48,7 @@ def plain(args: list) -> list:
     return [a.detach() if isinstance(a, Tensor) else a for a in args]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_opcheck_attention(options):
     args = shared(*options)
@@ -67,6 +68,7 @@ def test_opcheck_attention(options):
         torch.library.opcheck(OPS._attention_double_backward.default, double)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_opcheck_weights(options):
     average = options[0] == "transposed"
@@ -84,6 +86,7 @@ def test_opcheck_weights(options):
     torch.library.opcheck(OPS._attention_weights_double_backward.default, (*args, grad, *tangents, grad, needed))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_opcheck_summaries(options):
     args = shared(*options, value_width=0)

@@ -151,6 +151,7 @@ def test_vmap_equals_a_loop(dims):
         torch.testing.assert_close(ours, torch.stack(wanted))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck(requires_grad):
     query, key, value = (x.detach().requires_grad_(requires_grad) for x in inputs(torch.float32))

@@ -28,8 +28,9 @@ struct Options {
   int shared_bytes = 227 * 1024;  // that a block may have
 };
 
-// Accesses of whole warps: passes over shared memory, sectors of 32 bytes of global memory (where PTX runs, whose
-// instructions are whole warps'), and the fewest that would do. Loads of global memory by threads.
+// Accesses of whole warps: passes over shared memory, sectors of 32 bytes that loads, stores and copies touch of global
+// memory (where PTX runs, whose instructions are whole warps'), and the fewest that would do. Loads of global memory by
+// threads.
 struct Counters {
   int64_t multiplications = 0, barriers = 0, passes = 0, fewest_passes = 0, sectors = 0, fewest_sectors = 0, loads = 0;
 };

@@ -81,7 +81,8 @@ bool fits_shared(uint32_t address, int bytes, const Lane& lane, Line line, const
 void note_read(uint32_t address, int bytes, const Lane& lane, Line line);
 void count_passes(const uint32_t (&addresses)[32], uint32_t lanes, int bytes);
 
-// Where the lanes of a warp touch global memory in one instruction, each so many bytes; counts their sectors at the end.
+// Where the lanes of a warp touch global memory in one instruction, each so many bytes; counts their sectors at the
+// end.
 class Sectors {
  public:
   explicit Sectors(int bytes) : bytes_(bytes) {}

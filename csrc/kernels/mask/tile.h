@@ -37,7 +37,8 @@ struct MaskData {
   int64_t strides[4] = {};
 };
 
-// A byte of a boolean tensor, which may be a view of any bytes: all but 0 are true.
+// A byte of a boolean tensor, which may be a view of any bytes: all but 0 are true. A type of its own, which no store
+// of a kernel may alias.
 enum class Flag : unsigned char {};
 
 struct Flags {
