@@ -49,7 +49,7 @@ rule compile_cuda
   deps = gcc
   description = compile $out
 rule link_cuda
-  command = $nvcc -dlink -Xnvlink -v $flags $in -o $out
+  command = $nvcc -dlink $flags $in -o $out
   description = link $out
 rule link
   command = $cxx $in -o $out $flags
@@ -172,7 +172,7 @@ class BuildLibraries(build_ext):
                 objects.append(escaped(folder / extension.name / source) + ".o")
                 rule = "compile_cuda" if source.endswith(".cu") else "compile"
                 if source.endswith(".cu"):
-                    flags = [*CUDA["COMMON_FLAGS"], "-Xptxas", "-v", *cuda_flags]
+                    flags = [*CUDA["COMMON_FLAGS"], *cuda_flags]
                     if CUDA["relocatable"](source):
                         flags += ["-rdc=true", CUDA["MOST_REGISTERS"]]
                         relocatable.append(objects[-1])

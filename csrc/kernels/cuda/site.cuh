@@ -74,10 +74,10 @@ DEVICE void put_row_value(void* rows, Index i, T x) {
 DEVICE_APART uint32_t hidden_by(const Tensor4& bias, Index offset, Index step, int count) {
   uint32_t bits = 0;
   with_element(bias.element, [&]<class E>(E*) {
+    using T = std::conditional_t<std::is_same_v<E, double>, double, float>;
     const E* data = static_cast<const E*>(bias.data) + offset;
 #pragma unroll 4
-    for (int n = 0; n < count; ++n)
-      bits |= uint32_t(convert<double>(device::load(data + n * step)) == -kInfinity<double>) << n;
+    for (int n = 0; n < count; ++n) bits |= uint32_t(convert<T>(device::load(data + n * step)) == -kInfinity<T>) << n;
   });
   return bits;
 }

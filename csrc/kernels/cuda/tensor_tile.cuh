@@ -222,6 +222,10 @@ DEVICE float tanh_fast(float x) {
   return 1 - 2 * device::reciprocal_fast(device::exp2_fast(x * (2 * kLog2e<float>)) + 1);
 }
 
+struct Place {
+  int query, key;
+};
+
 // A tile of scores that a block works on: its first query and key, whether the bits say what is visible, and whether
 // weights are dropped. Rows of the tile are queries, or, Transposed, keys; those of the warp begin at `warp_row`.
 struct TensorTile {
@@ -229,11 +233,17 @@ struct TensorTile {
   int query, key, warp_row;
   bool some, drops;
 
+  // The place of the lane's first element.
   template <bool Transposed>
-  DEVICE void place(int m, int n, int e, int& i, int& j) const {
-    const TensorLane t;
-    const int row = warp_row + m * 16 + t.row(e), column = n * 8 + t.column(e);
-    i = query + (Transposed ? column : row), j = key + (Transposed ? row : column);
+  DEVICE Place place() const {
+    const int row = warp_row + TensorLane().row(0), column = TensorLane().column(0);
+    return {query + (Transposed ? column : row), key + (Transposed ? row : column)};
+  }
+  // How far element e of block m, n is from there, which every lane knows alike.
+  template <bool Transposed>
+  DEVICE static constexpr Place step(int m, int n, int e) {
+    const int row = m * 16 + e / 2 * 8, column = n * 8 + e % 2;
+    return {Transposed ? column : row, Transposed ? row : column};
   }
 };
 
@@ -243,24 +253,44 @@ DEVICE float score_unit(const Problem& p) {
   return S::kExtra ? 1 : float(p.scale * kLog2e<double>);
 }
 
+// x := the lane's elements of a tile of biases, in log2 units: `first` is the offset of the lane's first one, a step
+// down the queries and one along the keys are `down` and `along`. Past the ends, which the tile's bits hide, it is some
+// bias, so that no load depends on a branch.
+template <bool Transposed, class B, int M, int N>
+DEVICE void gather(float (&x)[M][N][4], const TensorTile& tile, const void* data, Index first, Index down,
+                   Index along) {
+  const Place place = tile.place<Transposed>();
+  const Place left{int(tile.site.of.queries) - place.query, int(tile.site.of.keys) - place.key};
+  each_element<M, N>([&](int m, int n, int e) {
+    const Place at = tile.step<Transposed>(m, n, e);
+    const Index offset = first + at.query * down + at.key * along;
+    const bool there = at.query < left.query && at.key < left.key;
+    x[m][n][e] = in_log2_units(float(device::load(static_cast<const B*>(data) + (there ? offset : 0))));
+  });
+}
+
 // A bias of type B, one by distance, or both. hidden(m, n, e) is told where minus infinity hides a place.
 template <bool Transposed, class B, int M, int N, class Hidden>
 DEVICE void add_bias(float (&s)[M][N][4], const TensorTile& tile, Hidden&& hidden) {
   const Problem& p = tile.site.of;
-  const auto bias = [&](Index i, Index j) {
-    return p.bias.defined() ? float(device::load(static_cast<const B*>(p.bias.data) + tile.site.bias_offset(i, j))) : 0;
-  };
+  const Place place = tile.place<Transposed>();
+  float x[M][N][4];
+  clear(x);
+  if (p.bias.defined())
+    gather<Transposed, B>(x, tile, p.bias.data, tile.site.bias_offset(place.query, place.key), p.bias.strides[2],
+                          p.bias.strides[3]);
+  if (p.distance.defined()) {
+    float y[M][N][4];
+    gather<Transposed, float>(y, tile, p.distance.data, tile.site.distance_offset(place.query, place.key),
+                              -p.distance.strides[2], p.distance.strides[2]);
+    each_element<M, N>([&](int m, int n, int e) { x[m][n][e] = sum_of_biases(x[m][n][e], y[m][n][e]); });
+  }
   each_element<M, N>([&](int m, int n, int e) {
-    int i, j;
-    tile.place<Transposed>(m, n, e, i, j);
-    if (i >= p.queries || j >= p.keys) return;
-    float x = in_log2_units(bias(i, j));
-    if (p.distance.defined()) x = sum_of_biases(x, tile.site.distance_bias<float>(i, j));
-    if (x == -kInfinity<float>) {
-      s[m][n][e] = x;
+    if (x[m][n][e] == -kInfinity<float>) {
+      s[m][n][e] = x[m][n][e];
       hidden(m, n, e);
     } else {
-      s[m][n][e] += x;
+      s[m][n][e] += x[m][n][e];
     }
   });
 }
