@@ -44,6 +44,7 @@ if [ "$GPU" = 1 ]; then
   TORCH_CUDA_ARCH_LIST=$("$PY" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')
   export TORCH_CUDA_ARCH_LIST
 fi
+export ATTENTION_OPS_ISAS=${ATTENTION_OPS_ISAS:-native}
 anywhere build 600 "$PY" setup.py build_ext --inplace
 anywhere build_info 60 "$PY" -c 'import json, attention_ops; print(json.dumps(attention_ops.build_info()))'
 # shellcheck disable=SC2086
