@@ -75,7 +75,7 @@ def test_tensor_cores_do_what_the_visible_tiles_need_without_bank_conflicts(widt
 TILES = {"out": (128, 64), "query": (128, 64), "key": (32, 128)}
 
 
-def products(mask: masks.Mask | None, length: int) -> dict[str, int]:
+def products_of(mask: masks.Mask | None, length: int) -> dict[str, int]:
     """What tensor cores multiply in each pass."""
     counted = {}
     for name in TILES:
@@ -94,7 +94,7 @@ def products(mask: masks.Mask | None, length: int) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def products_of_a_tile() -> dict[str, int]:
-    full = products(None, 256)
+    full = products_of(None, 256)
     tiles = {name: 2 * (256 // rows) * (256 // keys) for name, (rows, keys) in TILES.items()}
     assert all(full[name] > 0 == full[name] % tiles[name] for name in TILES)
     return {name: full[name] // tiles[name] for name in TILES}
@@ -105,6 +105,6 @@ def test_tiles_are_visited_where_something_is_visible(name, products_of_a_tile):
     shape = cases.Shape(1, 2, 2, 300, 300, 64, 64)
     mask = cases.MASKS[name](shape)
     visible = test_masks.dense_of(shape, mask)
-    counted = products(mask, 300)
+    counted = products_of(mask, 300)
     for which, tile in TILES.items():
         assert counted[which] == products_of_a_tile[which] * test_masks.visible_tiles(visible, *tile), which

@@ -28,7 +28,7 @@ struct Problem {
   MaskProgram mask;
   const int32_t *true_heads = nullptr, *true_rows = nullptr;  // what the mask calls each head and row; null: as here
   double scale = 1, softcap = 0;                              // softcap 0: none
-  double product_scale = 1;  // of q (k + a)': scale, over the softcap where there is one
+  double product_scale = 1;  // of q (k + a)': scale, over the softcap if there is one; here, so that no tile divides
   Dropout dropout;
   const int* only_if = nullptr;  // a flag; where it is not raised nothing is to be done
 

@@ -222,7 +222,7 @@ DEVICE float tanh_fast(float x) {
   return 1 - 2 * device::reciprocal_fast(device::exp2_fast(x * (2 * kLog2e<float>)) + 1);
 }
 
-struct Place {
+struct QueryKey {
   int query, key;
 };
 
@@ -235,13 +235,13 @@ struct TensorTile {
 
   // The place of the lane's first element.
   template <bool Transposed>
-  DEVICE Place place() const {
+  DEVICE QueryKey place() const {
     const int row = warp_row + TensorLane().row(0), column = TensorLane().column(0);
     return {query + (Transposed ? column : row), key + (Transposed ? row : column)};
   }
   // How far element e of block m, n is from there, which every lane knows alike.
   template <bool Transposed>
-  DEVICE static constexpr Place step(int m, int n, int e) {
+  DEVICE static constexpr QueryKey step(int m, int n, int e) {
     const int row = m * 16 + e / 2 * 8, column = n * 8 + e % 2;
     return {Transposed ? column : row, Transposed ? row : column};
   }
@@ -259,10 +259,10 @@ DEVICE float score_unit(const Problem& p) {
 template <bool Transposed, class B, int M, int N>
 DEVICE void gather(float (&x)[M][N][4], const TensorTile& tile, const void* data, Index first, Index down,
                    Index along) {
-  const Place place = tile.place<Transposed>();
-  const Place left{int(tile.site.of.queries) - place.query, int(tile.site.of.keys) - place.key};
+  const QueryKey place = tile.place<Transposed>();
+  const QueryKey left{int(tile.site.of.queries) - place.query, int(tile.site.of.keys) - place.key};
   each_element<M, N>([&](int m, int n, int e) {
-    const Place at = tile.step<Transposed>(m, n, e);
+    const QueryKey at = tile.step<Transposed>(m, n, e);
     const Index offset = first + at.query * down + at.key * along;
     const bool there = at.query < left.query && at.key < left.key;
     x[m][n][e] = in_log2_units(float(device::load(static_cast<const B*>(data) + (there ? offset : 0))));
@@ -273,7 +273,7 @@ DEVICE void gather(float (&x)[M][N][4], const TensorTile& tile, const void* data
 template <bool Transposed, class B, int M, int N, class Hidden>
 DEVICE void add_bias(float (&s)[M][N][4], const TensorTile& tile, Hidden&& hidden) {
   const Problem& p = tile.site.of;
-  const Place place = tile.place<Transposed>();
+  const QueryKey place = tile.place<Transposed>();
   float x[M][N][4];
   clear(x);
   if (p.bias.defined())
