@@ -1,4 +1,4 @@
-"""Attention operators for PyTorch, written in C++."""
+"""Attention operators for PyTorch, written in C++ and CUDA."""
 
 from ._library import build_info, isa, load
 

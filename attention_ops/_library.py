@@ -72,7 +72,7 @@ def _choose(built: list[str]) -> str:
     if forced not in built or not _isas.runs(forced):
         runnable = ", ".join(name for name in _isas.runnable() if name in built)
         raise ImportError(
-            f"attention_ops: expected ATTENTION_OPS_ISA one of {runnable} on this processor, got {forced}"
+            f"attention_ops: expected ATTENTION_OPS_ISA one of {runnable}, which were built and run here, got {forced}"
         )
     return forced
 

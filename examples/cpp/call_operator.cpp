@@ -5,10 +5,11 @@
 //   cmake --build build/cpp
 //   build/cpp/call_operator attention_ops/libattention_ops.so attention_ops/libattention_ops_avx2.so
 //
-// It computes causal attention over padded sequences, with grouped heads, and compares result and gradients with the
-// plain formula in ATen. `attention` below is all that a program of your own needs: a handle of the operator, found
-// once, with the types of its schema. What the operator refuses it throws as c10::Error. Where torch is built with
-// CUDA, cmake wants the CUDA toolkit too.
+// (or the kernels of another instruction set that was built: `attention_ops.isa()` names the best). It computes causal
+// attention over padded sequences, with grouped heads, and compares result and gradients with the plain formula in
+// ATen. `attention` below is all that a program of your own needs: a handle of the operator, found once, with the types
+// of its schema. What the operator refuses it throws as c10::Error. Where torch is built with CUDA, cmake wants the
+// CUDA toolkit too.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>

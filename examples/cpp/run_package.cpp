@@ -3,8 +3,9 @@
 //   python examples/cpp/compile_package.py model.pt2
 //   build/cpp/run_package model.pt2 attention_ops/libattention_ops.so attention_ops/libattention_ops_avx2.so
 //
-// How to build it stands in call_operator.cpp. Batch and length were left open when the model was compiled; each line
-// of what this program prints has a batch, a length, and the numbers of the model's output for x = sin(0, 1, 2, …).
+// How to build it, and which kernels to name, stands in call_operator.cpp. Batch and length were left open when the
+// model was compiled; each line of what this program prints has a batch, a length, and the numbers of the model's
+// output for x = sin(0, 1, 2, …).
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
