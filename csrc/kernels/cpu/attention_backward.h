@@ -10,6 +10,7 @@
 #pragma once
 #include <cmath>
 #include <memory>
+#include <utility>
 
 #include "kernels/cpu/backward_bias.h"
 #include "kernels/cpu/backward_distance.h"
@@ -45,8 +46,7 @@ class AttentionBackward {
         plan_(problem, result, Panels::number(problem.queries)),
         bias_(problem, result, plan_),
         distance_(problem, result.grad_distance, plan_),
-        columns_(
-            std::make_shared<KeyColumns<E>>(problem.k, problem.batch, problem.key_heads, problem.keys, problem.width)) {
+        columns_(problem.k, problem.batch, problem.key_heads, problem.keys, problem.width) {
     Pieces count;
     take_shared(count);
     memory_ = std::make_shared<Arena>(count.bytes);
@@ -63,7 +63,9 @@ class AttentionBackward {
  private:
   struct Scratch {
     T *dp = nullptr, *dp_dot = nullptr, *log2_p = nullptr, *dk = nullptr, *dv = nullptr, *bias = nullptr;
-    E* rounded = nullptr;  // p or ds as an operand of products of pairs
+    E* rounded = nullptr;                            // p or ds as an operand of products of pairs
+    E *p = nullptr, *ds = nullptr, *ds_t = nullptr;  // those that wait: of each block's keys, and of a panel
+    Waiting tiles;                                   // of the panel of the moment, for dq
     Index visited = 0;
     LaneInt<T>* keep = nullptr;
     ScoreTile<T> tile;
@@ -75,6 +77,12 @@ class AttentionBackward {
     int keys;
     bool finite;  // no NaN or infinity in the rows of key, or of its tangent
     T *dk, *dv;   // [kTileKeys, padded width]
+    E *p, *ds;    // [kTileKeys, kWaiting * kWidth], of the panels that wait
+    Waiting panels;
+  };
+  static constexpr Index kWaiting = kPaired<E> ? kPairTiles : 0;
+  struct Places {
+    E *p, *ds, *ds_t;
   };
   static constexpr int kBlocks = 4;
   struct Work {
@@ -101,6 +109,7 @@ class AttentionBackward {
     if constexpr (kTwice)
       if (along_) w.dot.take(pieces, p_, along_->of, kWidth, /*second=*/true), pieces(w.dp_dot, size);
     if (kPaired<E>) pieces(w.rounded, size);
+    pieces(w.p, kBlocks * kWaiting * size), pieces(w.ds, kBlocks * kWaiting * size), pieces(w.ds_t, kWaiting * size);
     if (source_.needs_log()) pieces(w.log2_p, size);
     if (p_.dropout.on()) pieces(w.keep, size);
     if (result_.grad_key.data) pieces(w.dk, blocks_at_a_time() * kTileKeys * padded(p_.width));
@@ -111,6 +120,7 @@ class AttentionBackward {
     if (!is_local()) take_rows(pieces);
     sums_.take(pieces, p_, result_, plan_);
     distance_.take(pieces);
+    if (result_.grad_query.data) columns_.take(pieces);
   }
   void take_rows(Pieces& pieces) { shared_.take(pieces, p_, result_, plan_, heads_, source_.has_values(), along_); }
 
@@ -130,7 +140,7 @@ class AttentionBackward {
     of_owner(0, count);
     return count.bytes;
   }
-  Index pack_tasks() const { return result_.grad_query.data ? columns_->tasks() : 0; }
+  Index pack_tasks() const { return result_.grad_query.data ? columns_.tasks() : 0; }
   Index prepare_tasks() const { return p_.batch * p_.heads * plan_.panels; }
   Index finish_tasks() const { return prepare_tasks() + (plan_.query_groups > 1 ? key_tasks() : 0) + 1; }
   size_t prepare_bytes() const {
@@ -178,8 +188,8 @@ class AttentionBackward {
   PaddedRows<E> rows_of(const E* padded_rows, const Matrices<const E>& natural, Index b, Index h, Index panel,
                         Index width) const;
   void run_blocks(Work& work, Scratch& w) const;
-  void run_head(const Work& work, Scratch& w, Index b, Index h) const;
-  void run_tile(const Work& work, const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel,
+  void run_head(Work& work, Scratch& w, Index b, Index h) const;
+  void run_tile(const Work& work, Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel,
                 Index number) const;
   void begin_sums(Index key_group, Index row) const;
   void compute_weights(const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel, Index row) const;
@@ -187,10 +197,21 @@ class AttentionBackward {
   void fill_gradients(const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel, Index row) const;
   void score_gradient(const Scratch& w, Index row, int rows) const;
   void through_softcap(const Scratch& w) const;
-  void add_terms(const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site, const Panels& panel,
+  void add_terms(const Work& work, Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel,
                  Index number) const;
-  void add_tile(const Term& term, const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,
+  void add_tile(const Term& term, const Work& work, Block& block, Scratch& w, const Site<T, E>& site,
                 const Panels& panel, Index number) const;
+  static bool is_whole(const ScoreTile<T>& tile) {
+    const Span& span = tile.spans[0];
+    return span.keys == kTileKeys && span.vectors == Panels::kVectors;
+  }
+  bool run_plain_pairs(const Work& work, Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel,
+                       Index number) const;
+  Places places(const Work& work, Block& block, Scratch& w, const Site<T, E>& site, Index number) const;
+  void let_wait(const Term& term, const Work& work, Block& block, Scratch& w, const Site<T, E>& site,
+                Index number) const;
+  void add_waiting_to_keys(Block& block, const Site<T, E>& site) const;
+  void add_waiting_to_queries(const Work& work, Scratch& w, const Site<T, E>& site, Index number) const;
   void add_visible(const Term& term, const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,
                    const Panels& panel, Index row) const;
   void add_by_distance(const Term& term, const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,
@@ -221,11 +242,12 @@ class AttentionBackward {
   BackwardHeads heads_{0, 0, p_.batch, p_.heads};  // those with rows in `shared_`
   BackwardShared<T, E, kWidth> shared_;
   BackwardSums<T, E> sums_;
-  std::shared_ptr<const KeyColumns<E>> columns_;
+  KeyColumns<E> columns_;
   std::shared_ptr<Arena> memory_;
 };
 
 }  // namespace attention_ops
 
+#include "kernels/cpu/attention_backward_pairs.h"
 #include "kernels/cpu/attention_backward_passes.h"
 #include "kernels/cpu/attention_backward_tile.h"

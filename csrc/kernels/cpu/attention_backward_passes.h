@@ -8,7 +8,7 @@ template <class T, class E>
 template <class Run>
 void AttentionBackward<T, E>::compute(Run&& in_parallel) const {
   const double rows = p_.row_operations(), pairs = (along_ ? 6 : 2.5) * p_.pair_operations();
-  in_parallel(pack_tasks(), rows, size_t(0), [&](Index task, Arena&) { columns_->pack(task); });
+  in_parallel(pack_tasks(), rows, size_t(0), [&](Index task, Arena&) { columns_.pack(task); });
   if (is_local()) {
     in_parallel(plan_.tasks(), pairs, owner_bytes() + std::max(prepare_bytes(), scratch_bytes()),
                 [&](Index task, Arena& arena) { run_owner(task, arena); });
@@ -120,6 +120,8 @@ void AttentionBackward<T, E>::run(Index task, Arena& arena) const {
     block.keys = int(std::min<Index>(kTileKeys, p_.keys - block.key));
     block.dk = w.dk ? w.dk + work.blocks * kTileKeys * padded(p_.width) : nullptr;
     block.dv = w.dv ? w.dv + work.blocks * kTileKeys * padded(p_.value_width) : nullptr;
+    block.p = w.p + work.blocks * kWaiting * kTileKeys * kWidth;
+    block.ds = w.ds + work.blocks * kWaiting * kTileKeys * kWidth;
     if (++work.blocks == blocks_at_a_time()) run_blocks(work, w);
   }
   run_blocks(work, w);
@@ -151,7 +153,7 @@ void AttentionBackward<T, E>::run_blocks(Work& work, Scratch& w) const {
 }
 
 template <class T, class E>
-void AttentionBackward<T, E>::run_head(const Work& work, Scratch& w, Index b, Index h) const {
+void AttentionBackward<T, E>::run_head(Work& work, Scratch& w, Index b, Index h) const {
   const Site<T, E> site(p_, b, h);
   const Block& last = work.block[work.blocks - 1];
   const Index start = work.block[0].key, end = last.key + last.keys;
@@ -161,7 +163,9 @@ void AttentionBackward<T, E>::run_head(const Work& work, Scratch& w, Index b, In
     panel.q_t = q_panel(shared_.rows, row_of(b, h, n));
     if (neighbours && is_hidden(site, panel, start, end - start)) continue;
     for (int x = 0; x < work.blocks; ++x) run_tile(work, work.block[x], w, site, panel, n);
+    add_waiting_to_queries(work, w, site, n);
   }
+  for (int x = 0; x < work.blocks; ++x) add_waiting_to_keys(work.block[x], site);
 }
 
 // The gradients of one block's keys, to their place or to the partial sums.

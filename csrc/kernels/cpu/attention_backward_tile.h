@@ -13,7 +13,7 @@ PaddedRows<E> AttentionBackward<T, E>::rows_of(const E* padded_rows, const Matri
 }
 
 template <class T, class E>
-void AttentionBackward<T, E>::run_tile(const Work& work, const Block& block, Scratch& w, const Site<T, E>& site,
+void AttentionBackward<T, E>::run_tile(const Work& work, Block& block, Scratch& w, const Site<T, E>& site,
                                        const Panels& panel, Index number) const {
   find_cover(w.tile, site, panel, block.key, block.keys);
   const auto add_bias = [&](const T* ds) {
@@ -23,6 +23,8 @@ void AttentionBackward<T, E>::run_tile(const Work& work, const Block& block, Scr
   ++w.visited;
   const Index row = row_of(site.b, site.h, number);
   begin_sums(work.key_group, row);
+  if constexpr (kPaired<E>)
+    if (run_plain_pairs(work, block, w, site, panel, number)) return;
   compute_weights(block, w, site, panel, row);
   compute_tangent(block, w, site, panel, row);
   fill_gradients(block, w, site, panel, row);
@@ -119,6 +121,11 @@ void AttentionBackward<T, E>::score_gradient(const Scratch& w, Index row, int ro
   alignas(kVectorBytes) LaneInt<T> real[kWidth];
   for (int q = 0; q < kWidth; ++q) real[q] = q < rows ? -1 : 0;
   const bool all = w.tile.cover == Cover::all, ragged = rows % kStep != 0, plain = all && !ragged, twice = along_;
+  T *const weights = w.tile.s, *const dp = w.dp;
+  const T* const delta = shared_.delta + row;
+  if (plain && !twice)
+    return each_vector<T, kWidth>(
+        w.tile, [&](Index n, int lane) { store(dp + n, load(weights + n) * (load(dp + n) - load(delta + lane))); });
   const auto put = [&](T* to, Vec<T> x, Index n, int lane) {
     if (plain) return store(to + n, x);
     const Ints<T> keep = load_lanes<T>(real + lane) & (all ? ~Ints<T>{} : load_lanes<T>(w.tile.visible + n));
@@ -149,7 +156,7 @@ void AttentionBackward<T, E>::through_softcap(const Scratch& w) const {
 
 // What the tile gives to the gradients of key, value and query.
 template <class T, class E>
-void AttentionBackward<T, E>::add_terms(const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,
+void AttentionBackward<T, E>::add_terms(const Work& work, Block& block, Scratch& w, const Site<T, E>& site,
                                         const Panels& panel, Index number) const {
   if constexpr (kTwice)
     if (along_) {
@@ -163,7 +170,7 @@ void AttentionBackward<T, E>::add_terms(const Work& work, const Block& block, co
 }
 
 template <class T, class E>
-void AttentionBackward<T, E>::add_tile(const Term& term, const Work& work, const Block& block, const Scratch& w,
+void AttentionBackward<T, E>::add_tile(const Term& term, const Work& work, Block& block, Scratch& w,
                                        const Site<T, E>& site, const Panels& panel, Index number) const {
   const Index row = row_of(site.b, site.h, number);
   if constexpr (kTwice)
@@ -174,6 +181,7 @@ void AttentionBackward<T, E>::add_tile(const Term& term, const Work& work, const
     add_visible(term, work, block, w, site, panel, row);
     if (!kPaired<E>) return;
   }
+  if (kPaired<E> && is_whole(w.tile)) return let_wait(term, work, block, w, site, number);
   const auto rows = [&](const E* padded_rows, const Matrices<const E>& natural, Index width) {
     return rows_of(padded_rows, natural, site.b, site.h, number, width);
   };
@@ -226,7 +234,7 @@ void AttentionBackward<T, E>::add_to_keys(T* out, const Scratch& w, const T* a, 
   out += span.key * width;
   if constexpr (kPaired<E>) {
     const int start = first / kPairDepth * kPairDepth;
-    round_along(w.rounded, a, kWidth, span.key, span.key + span.keys, first, first + NV * kStep);
+    round_along(w.rounded, kWidth, a, kWidth, span.key, span.key + span.keys, first, first + NV * kStep);
     multiply_pairs<true>(out, width, {w.rounded + span.key * kWidth + start, kWidth},
                          {b.data + start * width, b.stride}, span.keys, width / kStep, first + count - start);
   } else {
@@ -254,7 +262,7 @@ void AttentionBackward<T, E>::add_to_queries(T* dq, const Scratch& w, const Term
   dq += lane;
   if constexpr (kPaired<E>) {
     const int first = span.key / kPairDepth * kPairDepth;
-    const PaddedRows<E> k = columns_->at(site.b, site.h / p_.group(), key);
+    const PiecedRows k = columns_.at(site.b, site.h / p_.group(), key);
     round_across(w.rounded + 2 * lane, term.ds + lane, kWidth, span.key, span.key + span.keys, NV);
     multiply_pairs<true>(dq, kWidth, {k.data + first, k.stride}, {w.rounded + first * kWidth + 2 * lane, 2 * kWidth},
                          p_.width, NV, span.key + span.keys - first);

@@ -4,6 +4,8 @@
 // s[key][query], o[column][query]; nothing is summed across lanes.
 #pragma once
 #include <cmath>
+#include <optional>
+#include <utility>
 
 #include "kernels/cpu/dropout.h"
 #include "kernels/cpu/key_columns.h"
@@ -27,7 +29,13 @@ class AttentionForward {
       : p_(problem),
         result_(result),
         turn_(turn),
-        values_(problem.v, problem.batch, problem.key_heads, problem.keys, problem.value_width) {}
+        values_(problem.v, problem.batch, problem.key_heads, problem.keys, problem.value_width) {
+    Pieces count;
+    values_.take(count);
+    if (count.bytes == 0) return;
+    Pieces pieces(&memory_.emplace(count.bytes));
+    values_.take(pieces);
+  }
 
   // Come first, in any order.
   Index pack_tasks() const { return values_.tasks(); }
@@ -59,6 +67,7 @@ class AttentionForward {
       else
         step(scratch, site, panel, tile * kTileKeys);
     }
+    add_waiting(scratch, site, panel);
     finish(scratch, site, panel);
   }
 
@@ -74,13 +83,14 @@ class AttentionForward {
     T *o_t = nullptr, *m = nullptr, *l = nullptr;
     Index visited = 0;
     bool has_maximum = false;
+    Waiting waiting;  // tiles whose rounded p are not yet multiplied with values
     LaneInt<T>*moves = nullptr, *keep = nullptr;
     ScoreTile<T> tile;
 
     void take(Pieces& pieces, const Problem<T, E>& p, bool turns) {
       if (turns) pieces(turned, kWidth * p.width);
       pieces(q_t, round_up(p.width, kDepthUnit<E>) * kWidth);
-      if (kPaired<E>) pieces(rounded, kTileKeys * kWidth);
+      if (kPaired<E>) pieces(rounded, kPairTiles * kTileKeys * kWidth);
       pieces(o_t, round_up(p.value_width, kRowUnit<E>) * kWidth);
       pieces(m, kWidth), pieces(l, kWidth), pieces(moves, kWidth);
       if (p.dropout.on()) pieces(keep, Index(kTileKeys) * kWidth);
@@ -120,9 +130,13 @@ class AttentionForward {
     const bool clean = is_clean(w, site, key, keys);
     each_span(w.tile, [&](auto vectors, const Span& span) {
       const SpanOf<vectors> part(w, span);
-      bool rounded = false;
-      if constexpr (kPaired<E>) rounded = clean && weigh_pairs<vectors>(w, site, key, span);
-      if (!rounded && outgrows<vectors>(w, site, panel, key, span)) {
+      if constexpr (kPaired<E>) {
+        const Index tile = key / kTileKeys;
+        if (!w.waiting.takes(tile, most_waiting())) add_waiting(w, site, panel);
+        if (clean && weigh_pairs<vectors>(w, site, key, span)) return void(w.waiting.add(tile));
+        add_waiting(w, site, panel);
+      }
+      if (outgrows<vectors>(w, site, panel, key, span)) {
         span_scores<T, vectors>(w.tile, site, panel, key, span);
         part.move_maximum(p_.value_width);
         w.has_maximum = true;
@@ -133,7 +147,7 @@ class AttentionForward {
         add_visible_to_lanes<kWidth, vectors>(part.o_t, rows, p_.v.row_stride, part.s, p_.value_width, span.keys,
                                               part.visible);
       if constexpr (kPaired<E>)
-        part.add_columns(values_.at(site.b, site.h / p_.group(), key), w.rounded, rounded, p_.value_width, span);
+        part.add_columns(values_.at(site.b, site.h / p_.group(), key), w.rounded, p_.value_width, span);
       else if (clean)
         add_to_lanes<kWidth, vectors>(part.o_t, rows, p_.v.row_stride, part.s, p_.value_width, span.keys);
       if constexpr (std::is_same_v<T, E>) add_by_distance(w, site, panel, key, span);
@@ -182,7 +196,18 @@ class AttentionForward {
     return false;
   }
 
-  // The same in one pass for whole tiles of plain scores, with p rounded on the way for add_columns; true if done.
+  // Narrow sums stay in the first cache, and one tile's p in registers for all of them.
+  int most_waiting() const { return p_.value_width > 64 ? kPairTiles : 1; }
+
+  // o += p v of the tiles that wait for it.
+  void add_waiting(Scratch& w, const Site<T, E>& site, const Panels& panel) const {
+    if constexpr (kPaired<E>)
+      if (const Waiting tiles = std::exchange(w.waiting, {}); tiles.count > 0)
+        multiply_pairs<true>(w.o_t, kWidth, values_.at(site.b, site.h / p_.group(), tiles.first * kTileKeys),
+                             {w.rounded, 2 * kWidth}, p_.value_width, panel.vectors(), tiles.count * kTileKeys);
+  }
+
+  // The same in one pass for whole tiles of plain scores, with p rounded on the way for add_waiting; true if done.
   template <int NV>
   bool weigh_pairs(const Scratch& w, const Site<T, E>& site, Index key, const Span& span) const {
     constexpr int kStep = kLanes<T>;
@@ -195,7 +220,7 @@ class AttentionForward {
     for (int v = 0; v < NV; ++v) m[v] = load(w.m + lane + v * kStep);
     for (int block = 0; block < kTileKeys; block += kBlock) {
       const T* s = w.tile.s + lane;
-      E* rounded = w.rounded + block * kWidth + 2 * lane;
+      E* rounded = w.rounded + (w.waiting.count * kTileKeys + block) * kWidth + 2 * lane;
       multiply_pairs<false>(w.tile.s + lane, kWidth, {site.k + (key + block) * p_.k.row_stride, p_.k.row_stride},
                             {w.q_t + 2 * lane, 2 * kWidth}, kBlock, NV, p_.width);
       for (int n = 0; n < kBlock * kWidth; n += 2 * kWidth)
@@ -266,11 +291,11 @@ class AttentionForward {
           store(s + n, load_lanes<T>(keep + n) ? load(s + n) : Vec<T>{});
     }
 
-    // o += p v for pairs; `v` is the tile's columns, and p may be rounded already.
-    void add_columns(const PaddedRows<E>& v, E* rounded, bool is_rounded, Index width, const Span& span) const {
+    // o += p v for pairs; `v` is the tile's columns.
+    void add_columns(const PiecedRows& v, E* rounded, Index width, const Span& span) const {
       const int lane = span.vector * kLanes<T>, first = span.key / kPairDepth * kPairDepth;
       rounded += 2 * lane;
-      if (!is_rounded) round_across(rounded, s - span.key * kWidth, kWidth, span.key, span.key + keys, NV);
+      round_across(rounded, s - span.key * kWidth, kWidth, span.key, span.key + keys, NV);
       multiply_pairs<true>(o_t, kWidth, {v.data + first, v.stride}, {rounded + first * kWidth, 2 * kWidth}, width, NV,
                            span.key + keys - first);
     }
@@ -296,6 +321,7 @@ class AttentionForward {
   ForwardResult<T, E> result_;
   RowTurn<T> turn_;
   KeyColumns<E> values_;
+  std::optional<Arena> memory_;  // of `values_`
 };
 
 }  // namespace attention_ops

@@ -6,11 +6,12 @@
 namespace attention_ops {
 
 // The columns of keys or values as rows, in blocks of one tile: [B, H, blocks, columns, kTileKeys], zero past the last
-// key, and zero for what is not finite. Products that sum over keys read them.
+// key, and zero for what is not finite. Products that sum over keys read them. Their memory is taken from others'.
 template <class E>
 class KeyColumns {
  public:
   KeyColumns(const Matrices<const E>&, Index, Index, Index, Index) {}
+  void take(Pieces&) {}
   Index tasks() const { return 0; }
   void pack(Index) const {}
 };
@@ -19,14 +20,9 @@ template <>
 class KeyColumns<BFloat16> {
  public:
   KeyColumns(const Matrices<const BFloat16>& rows, Index batch, Index heads, Index keys, Index width)
-      : rows_(rows),
-        batch_(batch),
-        heads_(heads),
-        keys_(keys),
-        width_(width),
-        memory_(Arena::rounded<BFloat16>(tasks() * block_size()) + Arena::rounded<bool>(tasks())),
-        data_(memory_.take<BFloat16>(tasks() * block_size())),
-        finite_(memory_.take<bool>(tasks())) {}
+      : rows_(rows), batch_(batch), heads_(heads), keys_(keys), width_(width) {}
+
+  void take(Pieces& pieces) { pieces(data_, tasks() * block_size()), pieces(finite_, tasks()); }
 
   Index tasks() const { return batch_ * heads_ * blocks(); }
   void pack(Index task) const {
@@ -43,9 +39,10 @@ class KeyColumns<BFloat16> {
     std::fill(to + width_ * kTileKeys, to + block_size(), BFloat16{});
     finite_[task] = all_finite<float>(from, rows_.row_stride, count, width_);
   }
-  // Of the tile that begins at `key`.
-  PaddedRows<BFloat16> at(Index b, Index h, Index key) const {
-    return {data_ + number(b, h, key) * block_size(), kTileKeys};
+  // From the tile that begins at `key` on.
+  PiecedRows at(Index b, Index h, Index key) const {
+    static_assert(kTileKeys == PiecedRows::kPiece);
+    return {data_ + number(b, h, key) * block_size(), kTileKeys, block_size()};
   }
   bool finite(Index b, Index h, Index key) const { return finite_[number(b, h, key)]; }
 
@@ -56,9 +53,8 @@ class KeyColumns<BFloat16> {
 
   Matrices<const BFloat16> rows_;
   Index batch_, heads_, keys_, width_;
-  Arena memory_;
-  BFloat16* data_;
-  bool* finite_;
+  BFloat16* data_ = nullptr;
+  bool* finite_ = nullptr;
 };
 
 }  // namespace attention_ops

@@ -15,6 +15,18 @@ constexpr int kRowUnit = kPaired<E> ? kPairRows : 1;
 template <class E>
 constexpr int kDepthUnit = kPaired<E> ? kPairDepth : 1;
 
+// Neighbours, by their numbers, whose operands wait to be multiplied together.
+struct Waiting {
+  Index first = 0;
+  int count = 0;
+
+  bool takes(Index n, int most = kPairTiles) const { return count == 0 || (count < most && n == first + count); }
+  int add(Index n) {
+    if (count == 0) first = n;
+    return count++;
+  }
+};
+
 struct NoUnit {};
 
 // Held while a thread multiplies.
@@ -22,18 +34,19 @@ template <class E>
 using ProductUnit = std::conditional_t<kPaired<E>, MatrixUnit, NoUnit>;
 
 template <int R, int NV>
-inline void multiply_registers(float* out, Index ldo, const BFloat16* a, Index lda, const BFloat16* b, Index ldb,
-                               Index count, bool add) {
+inline void multiply_registers(float* out, Index ldo, const PiecedRows& a, const BFloat16* b, Index ldb, Index count,
+                               bool add) {
   constexpr int kStep = kLanes<float>;
   Accumulators<float, R, NV> acc{};
   if (add) each<float, R, NV>(acc, [&](Vec<float>& x, int r, int v) { x = load(out + r * ldo + v * kStep); });
   for (Index n = 0; n < count; n += 2, b += ldb) {
+    const BFloat16* terms = a.from_term(n);
     Pairs row[NV];
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) row[v] = load_pairs(b + v * 2 * kStep);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Pairs broadcast = splat_pair(a + r * lda + n);
+      const Pairs broadcast = splat_pair(terms + r * a.stride);
 #pragma GCC unroll 8
       for (int v = 0; v < NV; ++v) acc[r][v] = dot_pairs(acc[r][v], broadcast, row[v]);
     }
@@ -43,8 +56,8 @@ inline void multiply_registers(float* out, Index ldo, const BFloat16* a, Index l
 
 // out = a b, or out += a b; rows and count, padded to their units, are read and written.
 template <bool Add>
-inline void multiply_pairs(float* out, Index ldo, PaddedRows<BFloat16> a, PaddedRows<BFloat16> b, Index rows,
-                           Index vectors, Index count) {
+inline void multiply_pairs(float* out, Index ldo, PiecedRows a, PaddedRows<BFloat16> b, Index rows, Index vectors,
+                           Index count) {
   const Index units = round_up(rows, kPairRows) / kPairRows;
   count = round_up(count, kPairDepth);
   each_row_tile<kPairBlockVectors>(vectors, [&](auto columns, Index v) {
@@ -56,12 +69,11 @@ inline void multiply_pairs(float* out, Index ldo, PaddedRows<BFloat16> a, Padded
                                               Add);
     constexpr int kRows = kMatrixUnit ? kPairBlockRows : kTileRows<columns>;
     each_row_tile<kRows>(units, [&](auto block_rows, Index r) {
-      const BFloat16* left = a.data + r * kPairRows * a.stride;
+      const PiecedRows left{a.data + r * kPairRows * a.stride, a.stride, a.step};
       if constexpr (kMatrixUnit)
-        multiply_tiles<block_rows, columns>(to + r * kPairRows * ldo, ldo, left, a.stride, right, b.stride, count, Add);
+        multiply_tiles<block_rows, columns>(to + r * kPairRows * ldo, ldo, left, right, b.stride, count, Add);
       else
-        multiply_registers<block_rows, columns>(to + r * kPairRows * ldo, ldo, left, a.stride, right, b.stride, count,
-                                                Add);
+        multiply_registers<block_rows, columns>(to + r * kPairRows * ldo, ldo, left, right, b.stride, count, Add);
     });
   });
 }
@@ -106,12 +118,12 @@ inline void interleave_rows(BFloat16* dst, Index ldd, const BFloat16* src, Index
 
 // Floats rounded in their places, rows first .. last of `width` lanes, and zeros in the lanes that the product's units
 // add to from .. to.
-inline void round_along(BFloat16* dst, const float* src, int width, int first, int last, int from, int to) {
+inline void round_along(BFloat16* dst, Index ldd, const float* src, int width, int first, int last, int from, int to) {
   const int begin = from / kPairDepth * kPairDepth, end = int(round_up(to, kPairDepth));
   for (int k = first; k < last; ++k)
     for (int lane = begin; lane < end; lane += kLanes<float>) {
       const bool in = lane >= from && lane < to;
-      write_elements(dst + k * width + lane, in ? load(src + k * width + lane) : Vec<float>{}, kLanes<float>);
+      write_elements(dst + k * ldd + lane, in ? load(src + k * width + lane) : Vec<float>{}, kLanes<float>);
     }
 }
 

@@ -110,6 +110,7 @@ struct Panel {
     high = *std::max_element(rows, rows + kWidth);
   }
 
+  int vectors() const { return (count + kLanes<T> - 1) / kLanes<T>; }
   static Index number(Index queries) { return (queries + kWidth - 1) / kWidth; }
   Tile tile(Index key, int keys) const {
     return {rows, count, low, high, static_cast<int32_t>(key), static_cast<int32_t>(key + keys - 1)};

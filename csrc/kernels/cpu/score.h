@@ -65,9 +65,10 @@ void each_span(const ScoreTile<T>& tile, F&& f) {
     with_count<kRegisterVectors>(tile.spans[n].vectors, [&](auto vectors) { f(vectors, tile.spans[n]); });
 }
 
-// Calls f(offset of the element, lane) for each vector of a span, or of every span.
+// Calls f(offset of the element, lane) for each vector of a span, or of every span. The span is a copy, which no store
+// in f can change.
 template <class T, int Width, class F>
-inline __attribute__((always_inline)) void each_vector(const Span& span, F&& f) {
+inline __attribute__((always_inline)) void each_vector(const Span span, F&& f) {
   for (int k = span.key; k < span.key + span.keys; ++k)
     for (int v = span.vector; v < span.vector + span.vectors; ++v) f(Index(k) * Width + v * kLanes<T>, v * kLanes<T>);
 }
@@ -250,15 +251,14 @@ void find_spans(ScoreTile<T>& tile, int keys, int vectors) {
 template <class T, class E>
 void find_cover(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel, Index key, int keys) {
   constexpr int kWidth = Panel<T, E>::kWidth;
-  const int vectors = (panel.count + kLanes<T> - 1) / kLanes<T>;
   const Tile shape = panel.tile(key, keys);
   tile.cover = site.mask.cover(shape);
   if (tile.cover == Cover::some)
     site.mask.template fill<kWidth>(shape, tile.visible, tile.spare, Index(kTileKeys) * kWidth);
   find_added(tile, site, panel, key, keys);
   tile.number_of_spans = 1;
-  tile.spans[0] = {0, keys, 0, vectors};
-  if (tile.cover == Cover::some) find_spans<T, kWidth>(tile, keys, vectors);
+  tile.spans[0] = {0, keys, 0, panel.vectors()};
+  if (tile.cover == Cover::some) find_spans<T, kWidth>(tile, keys, panel.vectors());
   if constexpr (std::is_same_v<T, E>)
     for (int n = 0; tile.relative && tile.cover != Cover::none && n < tile.number_of_spans; ++n)
       multiply_by_distance<false>(tile.relative, tile, tile.spans[n], site.of.distance, 1, panel.q_t, site.of.width,

@@ -69,12 +69,24 @@ inline Pairs round_pairs(Vec<float> first, Vec<float> second) {
 }
 #endif
 
+// Rows whose terms lie in pieces, `step` apart: the columns of keys or values, tile by tile.
+struct PiecedRows {
+  static constexpr Index kPiece = 64;
+  const BFloat16* data;
+  Index stride, step = kPiece;
+
+  const BFloat16* from_term(Index n) const { return data + size_t(n) / kPiece * step + size_t(n) % kPiece; }
+};
+
 // A product of pairs takes so many rows and terms of the sum at once, in blocks of so many of these units of rows and
 // of vectors. Whether it beats the same product of floats is for the table of instruction sets to know.
 #if defined(__AMX_BF16__)
 constexpr bool kFastPairs = true, kMatrixUnit = true;
 constexpr int kPairRows = 16, kPairDepth = 32, kPairBlockRows = 2, kPairBlockVectors = 2;
 constexpr int kPairVectors = 2;  // of a panel: its rows and sums stay in the first cache
+// So many tiles of keys, or panels, are multiplied at once where a product sums over them: a visit of its sums takes as
+// long as two of its terms.
+constexpr int kPairTiles = 4;
 
 // The thread's matrix unit, set to tiles of 16 rows of 64 bytes; what it was set to before comes back at the end.
 class MatrixUnit {
@@ -100,9 +112,9 @@ class MatrixUnit {
 // out = a b (add: out += a b) for Rows by Columns tiles, a in rows of pairs, b in pair panels. The fences are the
 // compiler's: it does not know what tile instructions read.
 template <int Rows, int Columns>
-inline void multiply_tiles(float* out, Index ldo, const BFloat16* a, Index lda, const BFloat16* b, Index ldb,
-                           Index count, bool add) {
-  const Index out_bytes = ldo * 4, a_bytes = lda * 2, b_bytes = ldb * 2;
+inline void multiply_tiles(float* out, Index ldo, const PiecedRows& a, const BFloat16* b, Index ldb, Index count,
+                           bool add) {
+  const Index out_bytes = ldo * 4, a_bytes = a.stride * 2, b_bytes = ldb * 2;
   float* below = out + kPairRows * ldo;
   std::atomic_signal_fence(std::memory_order_seq_cst);
   if (add) {
@@ -117,7 +129,8 @@ inline void multiply_tiles(float* out, Index ldo, const BFloat16* a, Index lda, 
     _tile_zero(3);
   }
   for (Index n = 0; n < count; n += kPairDepth, b += kPairDepth / 2 * ldb) {
-    _tile_loadd(4, a + n, a_bytes);
+    const BFloat16* terms = a.from_term(n);
+    _tile_loadd(4, terms, a_bytes);
     _tile_loadd(6, b, b_bytes);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (Columns > 1) {
@@ -125,7 +138,7 @@ inline void multiply_tiles(float* out, Index ldo, const BFloat16* a, Index lda, 
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (Rows > 1) {
-      _tile_loadd(5, a + kPairRows * lda + n, a_bytes);
+      _tile_loadd(5, terms + kPairRows * a.stride, a_bytes);
       _tile_dpbf16ps(2, 5, 6);
     }
     if constexpr (Rows > 1 && Columns > 1) _tile_dpbf16ps(3, 5, 7);
@@ -178,11 +191,10 @@ constexpr bool kFastPairs = false;
 #endif
 constexpr bool kMatrixUnit = false;
 constexpr int kPairRows = 1, kPairDepth = 2, kPairBlockRows = kRegisterRows, kPairBlockVectors = kRegisterVectors;
-constexpr int kPairVectors = kRegisterVectors;
+constexpr int kPairVectors = kRegisterVectors, kPairTiles = 1;
 struct MatrixUnit {};
 template <int Rows, int Columns>
-void multiply_tiles(float* out, Index ldo, const BFloat16* a, Index lda, const BFloat16* b, Index ldb, Index count,
-                    bool add);
+void multiply_tiles(float* out, Index ldo, const PiecedRows& a, const BFloat16* b, Index ldb, Index count, bool add);
 template <int Columns>
 void multiply_tiles_by_few(float* out, Index ldo, const BFloat16* a, Index lda, const BFloat16* b, Index ldb,
                            Index tiles, bool two, bool add);
