@@ -47,7 +47,7 @@ Pair rotary_forward_autocast(const Attention& a, In table, bool interleaved) {
 }
 
 template <c10::DeviceType Device>
-Tensor weights_autocast(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average) {
+Tensor weights_autocast(const Attention& a, Opt lse, Opt heads, Opt rows, c10::SymInt queries, bool average) {
   return weights().call(Cast<Device>(a).view(), lse, heads, rows, queries, average);
 }
 

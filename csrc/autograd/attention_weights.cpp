@@ -79,13 +79,16 @@ struct WeightsDoubleBackwardFormula : SelectionFormula {
 };
 
 template <class Node>
-void save_selection(const Node& node, const c10::SymInt& queries, bool average, In lse, Opt heads, Opt rows) {
+void save_selection(const Node& node, const c10::SymInt& queries, bool average, Opt lse, Opt heads, Opt rows) {
   node->formula.queries = queries, node->formula.average = average;
   save_all(node, lse, heads, rows);
 }
 
-Tensor weights_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries,
+Tensor weights_autograd(c10::DispatchKeySet keys, const Attention& a, Opt lse, Opt heads, Opt rows, c10::SymInt queries,
                         bool average) {
+  if (!lse)
+    refuse_derivatives("_attention_weights", "query, key, biases and sinks, with lse None,", a.query, a.key, a.bias,
+                       a.distance, a.sinks);
   const auto node = record<WeightsFormula>(a, a.query, a.key, a.bias, a.distance, lse);
   if (node) save_selection(node, queries, average, lse, heads, rows);
   Tensor w = below_autograd(
@@ -93,7 +96,7 @@ Tensor weights_autograd(c10::DispatchKeySet keys, const Attention& a, In lse, Op
   if (node) attach(node, {w});
   if (any_has_tangent(a.query, a.key, a.bias, a.distance, lse)) {
     const Primals p(a);
-    set_tangents({w}, {weights_jvp().call(p.view(), primal(lse), heads, rows, queries, average, tangent(a.query),
+    set_tangents({w}, {weights_jvp().call(p.view(), primal(*lse), heads, rows, queries, average, tangent(a.query),
                                           tangent(a.key), tangent(a.bias), tangent(a.distance), tangent(lse))});
   }
   if (node) announce(node);

@@ -2,29 +2,45 @@
 #include <torch/library.h>
 
 #include "cpu/backward.h"
+#include "kernels/cpu/attention_softmax.h"
 #include "kernels/cpu/attention_weights.h"
 
 namespace attention_ops {
 namespace {
 
-// The weights, or their tangents in a direction.
-template <class T>
-Tensor weights_of(const Loaded<T>& loaded, const Attention& a, In lse, bool average,
-                  const Tangents<T>* along = nullptr) {
-  const Problem<T>& p = loaded.problem;
+// What `kernel_of(out)` writes, at a cost of so many products of all queries and keys.
+template <class T, class E, class F>
+Tensor written(const Loaded<T, E, E>& loaded, const Attention& a, bool average, double cost, F&& kernel_of) {
+  const Problem<T, E>& p = loaded.problem;
   const Tensor out = on_large_pages(at::empty({p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.options()));
-  const Vector<T> lse_rows(lse);
-  const AttentionWeights<T> kernel(p, lse_rows.data(), result_view4(out), average, along);
-  run_tasks(kernel.tasks(), (along ? 3 : 1) * p.pair_operations(), kernel.scratch_bytes(),
+  const auto kernel = kernel_of(result_view4(out));
+  run_tasks(kernel.tasks(), cost * p.pair_operations(), kernel.scratch_bytes(),
             [&](Index task, Arena& arena) { kernel.run(task, arena); });
   return average ? out.squeeze(1) : out;
 }
 
-Tensor weights_cpu(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average) {
-  return in_compute_type(a.query, [&]<class T>() -> Tensor {
-    Loaded<T> loaded(a);
+// The weights, or their tangents in a direction.
+template <class T>
+Tensor weights_of(const Loaded<T>& loaded, const Attention& a, In lse, bool average,
+                  const Tangents<T>* along = nullptr) {
+  const Vector<T> lse_rows(lse);
+  return written<T, T>(loaded, a, average, along ? 3 : 1, [&](const Tensor4& out) {
+    return AttentionWeights<T>(loaded.problem, lse_rows.data(), out, average, along);
+  });
+}
+
+Tensor weights_cpu(const Attention& a, Opt lse, Opt heads, Opt rows, c10::SymInt queries, bool average) {
+  if (lse)
+    return in_compute_type(a.query, [&]<class T>() -> Tensor {
+      Loaded<T> loaded(a);
+      loaded.place(heads, rows, queries.expect_int());
+      return weights_of(loaded, a, *lse, average);
+    });
+  return in_row_types(a, [&]<class T, class E>() -> Tensor {
+    Loaded<T, E, E> loaded(a);
     loaded.place(heads, rows, queries.expect_int());
-    return weights_of(loaded, a, lse, average);
+    return written<T, E>(loaded, a, average, 1,
+                         [&](const Tensor4& out) { return AttentionSoftmax<T, E>(loaded.problem, out, average); });
   });
 }
 

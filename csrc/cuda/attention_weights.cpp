@@ -1,4 +1,6 @@
 // Weights and their summaries on CUDA, with their gradients.
+#include <ATen/ops/full.h>
+
 #include "cuda/operators.h"
 #include "cuda/scratch.h"
 
@@ -90,11 +92,15 @@ Five gradients_through(const Call& call, const Loaded& loaded, const Attention& 
 
 }  // namespace
 
-Tensor weights_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average) {
+Tensor weights_cuda(const Attention& a, Opt lse, Opt heads, Opt rows, c10::SymInt queries, bool average) {
   const Call call(a.query);
   Loaded loaded(call, a, /*on_tensor_cores=*/false);
   loaded.place(call, a, heads, rows, queries.expect_int());
-  return weights_of(call, loaded, a, lse, average);
+  // The norm of rows whose lse is as large as this is counted from their scores.
+  const auto unknown = [&] {
+    return at::full(a.query.sizes().slice(0, 3), 1e30, a.query.options().dtype(lse_type(a.query)));
+  };
+  return weights_of(call, loaded, a, lse ? *lse : unknown(), average);
 }
 
 Tensor weights_jvp_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average, Opt query_t,

@@ -14,7 +14,7 @@ Eight double_backward_cuda(const Attention& a, In out, In lse, Opt grad_out, Opt
                            Opt value_t, Opt bias_t, Opt distance_t, Opt sinks_t, Opt grad_out_t, Opt grad_lse_t,
                            std::array<bool, 8> needed);
 Tensor dropout_mask_cuda(In seed, int64_t batch, int64_t heads, int64_t queries, int64_t keys, double dropout_p);
-Tensor weights_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average);
+Tensor weights_cuda(const Attention& a, Opt lse, Opt heads, Opt rows, c10::SymInt queries, bool average);
 Five weights_backward_cuda(const Attention& a, In lse, Opt heads, Opt rows, c10::SymInt queries, bool average,
                            In grad_weights, std::array<bool, 5> needed);
 Four summaries_cuda(const Attention& a, In lse);

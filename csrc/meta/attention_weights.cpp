@@ -7,7 +7,7 @@
 namespace attention_ops {
 namespace {
 
-Tensor weights_meta(const Attention& a, In, Opt, Opt, c10::SymInt, bool average) {
+Tensor weights_meta(const Attention& a, Opt, Opt, Opt, c10::SymInt, bool average) {
   const auto B = a.query.sym_size(0), H = a.query.sym_size(1), Lq = a.query.sym_size(2), Lk = a.key.sym_size(2);
   return average ? at::empty_symint({B, Lq, Lk}, a.query.options())
                  : at::empty_symint({B, H, Lq, Lk}, a.query.options());

@@ -7,6 +7,8 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "ops/check.h"
 #include "ops/inputs.h"
 
@@ -37,12 +39,29 @@ Tensor selected(const Tensor& x, int64_t dim, const Tensor& index) {
   return surely(x.sym_size(dim).sym_eq(1)) ? x : x.index_select(dim, index);
 }
 
+bool needs_derivative(const Tensor& x) {
+  return (x.requires_grad() && at::GradMode::is_enabled()) || x._fw_grad(/*level=*/0).defined();
+}
+
+// Whether the rows' lse is an input of the weights: where a derivative goes through it, or a transform may ask for one;
+// and on devices whose kernels find it sooner from all rows than from the chosen ones.
+bool needs_lse(const Inputs& inputs, Opt heads, Opt rows) {
+  std::vector<Tensor> tensors{inputs.query, inputs.key};
+  for (const OptionalTensor* x : {&inputs.bias, &inputs.distance, &inputs.sinks})
+    if (*x) tensors.push_back(**x);
+  if (std::ranges::any_of(tensors, needs_derivative)) return true;
+  tensors.insert(tensors.end(), inputs.mask_data.begin(), inputs.mask_data.end());
+  for (const OptionalTensor* x : {&heads, &rows})
+    if (*x) tensors.push_back(**x);
+  return !std::ranges::all_of(tensors, is_plain_cpu);
+}
+
 // Query, lse, biases, sinks and keys of some heads and rows. The mask's data stays whole.
 struct Selection {
-  Tensor query, key, value, lse;
-  OptionalTensor bias, distance, sinks;
+  Tensor query, key, value;
+  OptionalTensor lse, bias, distance, sinks;
 
-  Selection(const Inputs& inputs, const Tensor& lse_of_all)
+  Selection(const Inputs& inputs, Opt lse_of_all)
       : query(inputs.query),
         key(inputs.key),
         value(inputs.value),
@@ -52,7 +71,8 @@ struct Selection {
         sinks(inputs.sinks) {}
 
   void take(int64_t dim, const Tensor& index) {
-    query = query.index_select(dim, index), lse = lse.index_select(dim, index);
+    query = query.index_select(dim, index);
+    if (lse) lse = lse->index_select(dim, index);
     if (bias) bias = selected(*bias, dim, index);
   }
 
@@ -78,7 +98,7 @@ Tensor attention_weights(In query, In key, at::TensorList mask_data, std::string
   if (heads) check_index(inputs, "heads", *heads, inputs.H);
   if (rows) check_index(inputs, "rows", *rows, inputs.Lq);
   const Attention a = inputs.attention();
-  Selection s(inputs, std::get<1>(forward().call(a)));
+  Selection s(inputs, needs_lse(inputs, heads, rows) ? OptionalTensor(std::get<1>(forward().call(a))) : std::nullopt);
   if (heads) s.take_heads(inputs, *heads);
   const auto weights_of = [&](const Selection& x, Opt chosen) {
     return weights().call({x.query, x.key, x.value, x.bias, x.distance, x.sinks, a.mask_data, a.mask, a.scale,
@@ -134,7 +154,8 @@ TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   const auto define = [&](const std::string& name, const std::string& rest) {
     m.def(torch::schema((name + "(" + kSharedSchema + rest).c_str()), {at::Tag::pt2_compliant_tag});
   };
-  const std::string chosen = ", Tensor lse, Tensor? heads, Tensor? rows, SymInt queries, bool average";
+  const std::string of_rows = ", Tensor? heads, Tensor? rows, SymInt queries, bool average";
+  const std::string chosen = ", Tensor lse" + of_rows;
   const std::string tangents = ", Tensor? query_t, Tensor? key_t, Tensor? bias_t, Tensor? distance_t, Tensor? lse_t";
   const std::string grads = ", Tensor? grad_column_sum, Tensor? grad_entropy, Tensor? grad_maximum";
   const std::string grads_t = ", Tensor? grad_column_sum_t, Tensor? grad_entropy_t, Tensor? grad_maximum_t";
@@ -144,7 +165,7 @@ TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   const std::string gradients_t =
       ", bool[5] needed) -> (Tensor grad_query_t, Tensor grad_key_t, Tensor grad_bias_t, Tensor grad_distance_t, "
       "Tensor grad_lse_t)";
-  define("_attention_weights", chosen + ") -> Tensor weights");
+  define("_attention_weights", ", Tensor? lse" + of_rows + ") -> Tensor weights");
   define("_attention_weights_backward", chosen + ", Tensor grad_weights" + gradients);
   define("_attention_weights_jvp", chosen + tangents + ") -> Tensor weights_t");
   define("_attention_weights_double_backward",

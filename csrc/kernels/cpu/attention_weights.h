@@ -4,6 +4,7 @@
 #include "kernels/cpu/row_norm.h"
 #include "kernels/cpu/tangents.h"
 #include "kernels/cpu/weight_gradient.h"
+#include "kernels/cpu/weight_rows.h"
 
 namespace attention_ops {
 
@@ -70,70 +71,65 @@ class WeightTiles {
   TangentTile<T> dot_;
 };
 
-// out [B, H, Lq, Lk], or [B, 1, Lq, Lk] for the mean over heads, in any element type. A task is a panel: its weights
-// are gathered in lanes, [Lk, panel width], and written once.
+// The weights, or their tangents, written to rows of their own.
 template <class T>
 class AttentionWeights {
  public:
   AttentionWeights(const Problem<T>& p, const T* lse, const Tensor4& out, bool average,
                    const Tangents<T>* along = nullptr)
-      : p_(p), lse_(lse), along_(along), out_(out), average_(average) {}
+      : p_(p), lse_(lse), along_(along), rows_(p, out, average) {}
 
-  Index tasks() const { return p_.batch * (average_ ? 1 : p_.heads) * Tiles::Panels::number(p_.queries); }
+  Index tasks() const { return rows_.tasks(); }
   size_t scratch_bytes() const {
     Pieces count;
-    T* weights = nullptr;
-    Tiles(p_, lse_, along_, count);
-    count(weights, Tiles::kWidth * p_.keys);
+    Tiles tiles(p_, lse_, along_, count);
+    Scratch().take(count, p_, rows_);
     return count.bytes;
   }
   void run(Index task, Arena& arena) const {
     Pieces pieces(&arena);
     Tiles tiles(p_, lse_, along_, pieces);
-    T* weights = nullptr;
-    pieces(weights, Tiles::kWidth * p_.keys);
-    std::fill_n(weights, Tiles::kWidth * p_.keys, T(0));
-    typename Tiles::Panels panel(p_, task % Tiles::Panels::number(p_.queries));
-    const Index slice = task / Tiles::Panels::number(p_.queries), first = average_ ? 0 : slice % p_.heads;
-    const Index b = average_ ? slice : slice / p_.heads, last = average_ ? p_.heads : first + 1;
-    for (Index h = first; h < last; ++h) {
-      const Site<T> site(p_, b, h);
-      tiles.start(site, panel);
+    Scratch w;
+    w.take(pieces, p_, rows_);
+    std::fill_n(w.weights, kWidth * p_.keys, T(0)), std::fill_n(w.seen, rows_.tiles(), false);
+    std::fill_n(w.factors, kWidth, rows_.average() ? T(1) / T(p_.heads) : T(1));
+    auto part = rows_.part(task);
+    for (Index h = part.first; h < part.last; ++h) {
+      const Site<T> site(p_, part.b, h);
+      tiles.start(site, part.panel);
       for (Index key = 0; key < p_.keys; key += kTileKeys) {
         const int keys = int(std::min<Index>(kTileKeys, p_.keys - key));
-        if (tiles.step(site, panel, key, keys)) add(weights + key * Tiles::kWidth, tiles);
+        if (!tiles.step(site, part.panel, key, keys)) continue;
+        w.seen[key / kTileKeys] = true;
+        add(w.weights + key * kWidth, tiles);
       }
     }
-    write(weights, b, first, panel.first, panel.count);
+    rows_.write(w.weights, w.factors, w.seen, part);
   }
 
  private:
   using Tiles = WeightTiles<T>;
+  static constexpr int kWidth = Tiles::kWidth;
+
+  struct Scratch {
+    T *weights = nullptr, *factors = nullptr;
+    bool* seen = nullptr;
+
+    void take(Pieces& pieces, const Problem<T>& p, const WeightRows<T>& rows) {
+      pieces(weights, kWidth * p.keys), pieces(factors, kWidth), pieces(seen, rows.tiles());
+    }
+  };
 
   void add(T* weights, const Tiles& tiles) const {
-    each_vector<T, Tiles::kWidth>(tiles.tile(), [&](Index n, int) {
+    each_vector<T, kWidth>(tiles.tile(), [&](Index n, int) {
       store(weights + n, load(weights + n) + tiles.moved(exp2<T>(tiles.log2_weights(n)), n));
-    });
-  }
-
-  void write(const T* weights, Index b, Index h, Index row, int count) const {
-    T factors[Tiles::kWidth];
-    std::fill_n(factors, Tiles::kWidth, average_ ? T(1) / T(p_.heads) : T(1));
-    with_element(out_.element, [&]<class E>(E*) {
-      E* to = static_cast<E*>(out_.data) + b * out_.strides[0] + h * out_.strides[1] + row * out_.strides[2];
-      lanes_to_rows(weights, Tiles::kWidth, factors, count, p_.keys, [&](int r, Index j, Vec<T> w, int n) {
-        E* line = to + r * out_.strides[2] + j;
-        if constexpr (std::is_same_v<T, Wide<E>>) return write_elements(line, w, n);
-        for (int i = 0; i < n; ++i) line[i] = convert<E>(w[i]);
-      });
     });
   }
 
   const Problem<T>& p_;
   const T* lse_;
   const Tangents<T>* along_;
-  Tensor4 out_;
-  bool average_;
+  WeightRows<T> rows_;
 };
 
 template <class T>
