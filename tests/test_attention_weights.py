@@ -16,11 +16,17 @@ NAMES = ("column_sum", "entropy", "maximum")
 NO_DROPOUT = [case for case in cases.CASES if not case.dropout_p]
 
 
+def values(function: Callable, inputs: cases.Inputs, **more: object) -> tuple[Tensor, ...]:
+    """The results of one call."""
+    tensors = {name: t for name, t in inputs.tensors.items() if name not in cases.OF_VALUES}
+    results = function(**tensors, **inputs.options, **more)
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
 def run(function: Callable, inputs: cases.Inputs, grads: list[Tensor], **more: object) -> tuple[tuple, tuple]:
     """The results of one call, and the gradients of its inputs."""
     tensors = {name: t for name, t in inputs.tensors.items() if name not in cases.OF_VALUES}
-    results = function(**tensors, **inputs.options, **more)
-    results = (results,) if isinstance(results, Tensor) else tuple(results)
+    results = values(function, inputs, **more)
     grads = [grad.to(result).reshape(result.shape) for grad, result in zip(grads, results, strict=True)]
     found = torch.autograd.grad(results, list(tensors.values()), grads, allow_unused=True)
     found = [torch.zeros_like(t) if g is None else g for t, g in zip(tensors.values(), found, strict=True)]
@@ -33,11 +39,15 @@ def check(
     inputs = cases.make(case)
     there = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in more.items()}
     results, found = run(ours, inputs.on(device), grads, **there)
+    with torch.no_grad():  # where weights are normalised on the way
+        alone = values(ours, inputs.on(device), **there)
     exact, exact_grads = run(formula, inputs.to(torch.float64), grads, **more)
     plain, plain_grads = run(formula, inputs.to(case.dtype), grads, **more)
-    for name, dtype, *three in zip(NAMES, types, results, plain, exact, strict=False):
-        assert three[0].dtype == dtype
-        assert_close(*three, OUTPUT, name, rows=16)  # of a rounded lse
+    of_lse = 16  # rows, as lse is rounded at its size; weights without gradients have none
+    for name, dtype, result, one, *two in zip(NAMES, types, results, alone, plain, exact, strict=False):
+        assert result.dtype == one.dtype == dtype
+        assert_close(result, *two, OUTPUT, name, rows=of_lse)
+        assert_close(one.cpu(), *two, OUTPUT, f"{name} without gradients", rows=of_lse if len(types) > 1 else 1)
     for (name, ours_g), (_, plain_g), (_, exact_g) in zip(found, plain_grads, exact_grads, strict=True):
         assert ours_g.dtype == inputs.tensors[name].dtype
         # Of each result the difference of two larger parts, through w and through lse, which was rounded at its size.

@@ -28,8 +28,9 @@ def test_a_row_of_one_huge_number_weighs_its_keys_alike(fill, sink, dtype):
     out.sum().backward()
     near = {"atol": 2 * info.eps, "rtol": 4 * info.eps}
     torch.testing.assert_close(value.grad, (5 * share).expand_as(value), **near)
-    weights = attention_ops.attention_weights(query, key, bias=bias, sinks=sinks)
-    torch.testing.assert_close(weights, share.expand_as(weights), **near)
+    for given in (query, query.clone().requires_grad_()):
+        weights = attention_ops.attention_weights(given, key, bias=bias, sinks=sinks)
+        torch.testing.assert_close(weights, share.expand_as(weights), **near)
     summaries = attention_ops.attention_summaries(query, key, bias=bias, sinks=sinks)
     torch.testing.assert_close(summaries.maximum[0, 0].to(dtype), share.expand(5), **near)
 

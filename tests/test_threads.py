@@ -26,9 +26,11 @@ def everything(inputs: cases.Inputs) -> list[Tensor]:
     tensors = {name: t for name, t in inputs.tensors.items() if name not in cases.OF_VALUES}
     options = {name: o for name, o in inputs.options.items() if name not in ("dropout_p", "seed")}
     weights = attention_ops.attention_weights(**tensors, **options, average=True)
+    with torch.no_grad():  # another kernel
+        alone = [attention_ops.attention_weights(**tensors, **options, average=average) for average in (False, True)]
     summaries = attention_ops.attention_summaries(**tensors, **options)
     loss = weights.square().sum() + sum(s.square().sum() for s in summaries)
-    return [out, lse, *grads, weights, *summaries, *torch.autograd.grad(loss, list(tensors.values()))]
+    return [out, lse, *grads, weights, *alone, *summaries, *torch.autograd.grad(loss, list(tensors.values()))]
 
 
 SHAPES = [

@@ -39,21 +39,18 @@ Tensor selected(const Tensor& x, int64_t dim, const Tensor& index) {
   return surely(x.sym_size(dim).sym_eq(1)) ? x : x.index_select(dim, index);
 }
 
-bool needs_derivative(const Tensor& x) {
+bool has_derivative(const Tensor& x) {
   return (x.requires_grad() && at::GradMode::is_enabled()) || x._fw_grad(/*level=*/0).defined();
 }
 
-// Whether the rows' lse is an input of the weights: where a derivative goes through it, or a transform may ask for one;
-// and on devices whose kernels find it sooner from all rows than from the chosen ones.
+// Whether lse comes from a forward over all rows: where a derivative goes through it or a transform may ask for one,
+// and on other devices. Elsewhere the chosen rows find it on their way.
 bool needs_lse(const Inputs& inputs, Opt heads, Opt rows) {
-  std::vector<Tensor> tensors{inputs.query, inputs.key};
-  for (const OptionalTensor* x : {&inputs.bias, &inputs.distance, &inputs.sinks})
-    if (*x) tensors.push_back(**x);
-  if (std::ranges::any_of(tensors, needs_derivative)) return true;
-  tensors.insert(tensors.end(), inputs.mask_data.begin(), inputs.mask_data.end());
-  for (const OptionalTensor* x : {&heads, &rows})
-    if (*x) tensors.push_back(**x);
-  return !std::ranges::all_of(tensors, is_plain_cpu);
+  std::vector<Tensor> given = inputs.mask_data;
+  given.insert(given.end(), {inputs.query, inputs.key});
+  for (const OptionalTensor* x : {&inputs.bias, &inputs.distance, &inputs.sinks, &heads, &rows})
+    if (*x) given.push_back(**x);
+  return !std::ranges::all_of(given, is_plain_cpu) || std::ranges::any_of(given, has_derivative);
 }
 
 // Query, lse, biases, sinks and keys of some heads and rows. The mask's data stays whole.

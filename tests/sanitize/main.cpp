@@ -1,5 +1,6 @@
 // Drives every CPU kernel of attention over many small problems in exactly fitting memory, and checks the forward pass
-// against its formula. Torch-free: built with the sanitizers by the Makefile beside it, once for each instruction set.
+// and the weights against their formula. Torch-free: built with the sanitizers by the Makefile beside it, once for each
+// instruction set.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -13,6 +14,7 @@
 #include "kernels/cpu/attention_backward.h"
 #include "kernels/cpu/attention_decode.h"
 #include "kernels/cpu/attention_jvp.h"
+#include "kernels/cpu/attention_softmax.h"
 #include "kernels/cpu/attention_weights.h"
 #include "problems.h"
 
@@ -145,6 +147,15 @@ class Trial {
     Array<S> result = array_of<S>(count);
     for (Index i = 0; i < count; ++i) result[i] = convert<S>(x[i]), x[i] = T(result[i]);
     return result;
+  }
+
+  // The weights without lse, last those of each head.
+  void softmax() {
+    for (const bool average : {true, false}) {
+      const Tensor4 out = tensor4(weights_.get(), {s_.B, average ? 1 : s_.H, s_.Lq, s_.Lk});
+      const AttentionSoftmax<T, E> kernel(p_, out, average);
+      run_all(kernel.tasks(), kernel.scratch_bytes(), [&](Index task, Arena& arena) { kernel.run(task, arena); });
+    }
   }
 
   void backward(const BackwardTangent<T>* along = nullptr) {
@@ -294,10 +305,10 @@ class Trial {
     return s + double(bias_[b * x.strides[0] + h * x.strides[1] + i * x.strides[2] + j * x.strides[3]]);
   }
 
-  // out and lse of one row, from the formula.
+  // out, lse and weights of one row, from the formula.
   bool row_agrees(Index b, Index h, Index i) const {
     const Mask mask(p_.mask, b, h);
-    std::vector<double> sums(s_.Dv, 0.0);
+    std::vector<double> sums(s_.Dv, 0.0), weights(s_.Lk, 0.0);
     double total = p_.sinks ? std::exp(double(p_.sinks[h])) : 0.0;
     for (Index j = 0; j < s_.Lk; ++j) {
       const int32_t row = int32_t(i), key = int32_t(j);
@@ -305,7 +316,7 @@ class Trial {
       const Tile one{&row, 1, row, row, key, key};
       if (mask.cover(one) == Cover::some) mask.fill<1>(one, &visible, spare, 1);
       if (mask.cover(one) == Cover::none || !visible) continue;
-      const double p = std::exp(score(b, h, i, j));
+      const double p = weights[j] = std::exp(score(b, h, i, j));
       total += p;
       const T* added = p_.distance.has_values ? p_.distance.row(b, h, j - i + s_.Lq - 1) + 1 + s_.D : nullptr;
       for (Index d = 0; d < s_.Dv; ++d)
@@ -316,10 +327,13 @@ class Trial {
     for (Index d = 0; d < s_.Dv; ++d)
       right &=
           std::abs(double(out_[row * s_.Dv + d]) - (total > 0 ? sums[d] / total : 0)) < (sizeof(E) == 2 ? 0.05 : 1e-3);
+    for (Index j = 0; j < s_.Lk; ++j)
+      right &= std::abs(double(weights_[row * s_.Lk + j]) - (total > 0 ? weights[j] / total : 0)) < 1e-3;
     return right;
   }
 
-  bool agrees() const {
+  bool agrees() {
+    softmax();
     for (Index row = 0; row < s_.B * s_.H * s_.Lq; ++row)
       if (!row_agrees(row / s_.Lq / s_.H, row / s_.Lq % s_.H, row % s_.Lq)) return false;
     return true;
@@ -349,20 +363,6 @@ class Trial {
   Array<int64_t> argmax_ = array_of<int64_t>(all_rows_);
   int64_t seed_ = 7;
 };
-
-const char* const kMasks[] = {"",
-                              "causal",
-                              "causal(upper_left)",
-                              "sliding_window(20, 3)",
-                              "sliding_window(unbounded, -2)",
-                              "dilated(3)",
-                              "ranges",
-                              "dense",
-                              "block_sparse(16)",
-                              "padding",
-                              "padding & query_padding",
-                              "prefix_lm",
-                              "causal & (document | global_tokens)"};
 
 template <class T, class E = T>
 int run_trials(int rounds) {

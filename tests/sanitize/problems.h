@@ -1,4 +1,4 @@
-// Random shapes of attention problems, and random tensors for the kinds of a mask.
+// Random shapes of attention problems, their masks, and random tensors for the kinds of a mask.
 #pragma once
 #include <vector>
 
@@ -10,6 +10,20 @@ namespace attention_ops {
 struct Shape {
   Index B, H, Hkv, Lq, Lk, D, Dv;
 };
+
+inline constexpr const char* kMasks[] = {"",
+                                         "causal",
+                                         "causal(upper_left)",
+                                         "sliding_window(20, 3)",
+                                         "sliding_window(unbounded, -2)",
+                                         "dilated(3)",
+                                         "ranges",
+                                         "dense",
+                                         "block_sparse(16)",
+                                         "padding",
+                                         "padding & query_padding",
+                                         "prefix_lm",
+                                         "causal & (document | global_tokens)"};
 
 inline Shape draw_shape() {
   const Index group = draw(1, 3), Hkv = draw(1, 2);
