@@ -144,7 +144,8 @@ void AttentionBackward<T, E>::run_blocks(Work& work, Scratch& w) const {
         if constexpr (kTwice)
           if (along_ && along_->of.k.data) x->finite = x->finite && is_finite(along_->of.k, b, hk, *x);
       }
-      for (Index h = hk * p_.group(); h < (hk + 1) * p_.group(); ++h) run_head(work, w, b, h);
+      const auto [first, last] = plan_.heads_of(work.query_group, p_.group());
+      for (Index h = first; h < last; ++h) run_head(work, w, b, hk * p_.group() + h);
       for (int n = 0; n < work.blocks; ++n) store_keys(work, work.block[n], b, hk);
     }
   bias_.write(w.bias, work.key_group, work.query_group, first_batch, first_head * p_.group(), work.block[0].key,
@@ -158,7 +159,8 @@ void AttentionBackward<T, E>::run_head(Work& work, Scratch& w, Index b, Index h)
   const Block& last = work.block[work.blocks - 1];
   const Index start = work.block[0].key, end = last.key + last.keys;
   const bool neighbours = last.key - start == (work.blocks - 1) * kTileKeys && !bias_.on();
-  for (Index n = plan_.first_panel(work.query_group); n < plan_.first_panel(work.query_group + 1); ++n) {
+  const auto [first_panel, last_panel] = plan_.panels_of(work.query_group);
+  for (Index n = first_panel; n < last_panel; ++n) {
     Panels panel(p_, n);
     panel.q_t = q_panel(shared_.rows, row_of(b, h, n));
     if (neighbours && is_hidden(site, panel, start, end - start)) continue;
@@ -256,12 +258,12 @@ void AttentionBackward<T, E>::finish_keys(Index task) const {
   const auto add = [&](const T* sums, const Matrices<E>& to, Index width, const RowTurn<T>& turn) {
     for (Index k = block * kTileKeys; sums && k < end; ++k) {
       E* line = to.at(bhk / p_.key_heads, bhk % p_.key_heads) + k * to.row_stride;
-      for (Index c = 0; c < width; ++c) {
-        T sum = 0;
+      each_piece<T>(width, [&](Index c, int n) {
+        Vec<T> sum{};
         for (Index g = 0; g < plan_.query_groups; ++g)
-          sum += sums[(g * keys_all + bhk * p_.keys + k) * padded(width) + c];
-        line[c] = convert<E>(sum);
-      }
+          sum += load(sums + (g * keys_all + bhk * p_.keys + k) * padded(width) + c);
+        write_elements(line + c, sum, n);
+      });
       if (turn.defined()) turn(line, line, 1, width, bhk / p_.key_heads, k);
     }
   };

@@ -75,7 +75,6 @@ class BackwardBias {
   Index tile_size() const { return (sums_keys() ? 1 : kTileKeys) * Width; }
   Index slice_size() const { return (sums_queries() ? 1 : plan_.panels) * tile_size(); }
   Index total() const { return grad_.sizes[0] * grad_.sizes[1] * grad_.sizes[2] * grad_.sizes[3]; }
-  Index first_row(Index query_group) const { return std::min(plan_.first_panel(query_group) * Width, queries_); }
 
   template <class E>
   E* at(Index b, Index h, Index i, Index j) const {
@@ -99,8 +98,8 @@ class BackwardBias {
   }
 
   void write_block(const T* from, Index query_group, Index b, Index h, Index key, int keys) const {
-    for (Index panel = plan_.first_panel(query_group); panel < plan_.first_panel(query_group + 1); ++panel)
-      write_tile(from + panel * tile_size(), b, h, panel, key, keys);
+    const auto [first, last] = plan_.panels_of(query_group);
+    for (Index panel = first; panel < last; ++panel) write_tile(from + panel * tile_size(), b, h, panel, key, keys);
   }
 
   void write_tile(const T* from, Index b, Index h, Index panel, Index key, int keys) const {
@@ -119,13 +118,14 @@ class BackwardBias {
 
   void add_sums(const T* from, Index offset, Index query_group, Index key, int keys) const {
     T* sums = sums_ + offset;
+    const auto [first, last] = plan_.panels_of(query_group);
     for (int k = 0; k < (sums_keys() ? 1 : keys); ++k) {
       T* line = sums + (sums_keys() ? 0 : key + k);
       const T* tile = from + k * Width;
       if (sums_queries())
         for (int q = 0; q < Width; ++q) *line += tile[q];
       else  // the bias has one column
-        for (Index i = first_row(query_group); i < first_row(query_group + 1); ++i) line[i] += tile[i];
+        for (Index i = first * Width; i < std::min(last * Width, queries_); ++i) line[i] += tile[i];
     }
   }
 

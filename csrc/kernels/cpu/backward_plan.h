@@ -37,12 +37,13 @@ struct BackwardTangent {
 };
 
 // A task owns the keys of one group, for the queries of one group, of the batches and heads that share its gradients:
-// one batch and key head, or all of those over which a bias is broadcast.
+// one batch and key head, or all of those over which a bias is broadcast. A group of queries is some panels of some of
+// the query heads of a key head.
 struct BackwardPlan {
   static constexpr Index kTasks = 16;  // enough to keep many cores busy, few enough for partial sums to stay small
 
   Index batches, key_heads;  // owners along each axis
-  Index key_blocks, panels, key_groups, query_groups;
+  Index key_blocks, panels, head_groups, key_groups, query_groups;
 
   template <class T, class E>
   BackwardPlan(const Problem<T, E>& p, const BackwardResult<T, E>& result, Index panels)
@@ -50,8 +51,10 @@ struct BackwardPlan {
         key_heads(shares(result, 1) ? 1 : p.key_heads),
         key_blocks((p.keys + kTileKeys - 1) / kTileKeys),
         panels(panels),
-        key_groups(groups(kTasks, batches * key_heads, std::max(key_blocks / 4, std::min<Index>(key_blocks / 2, 4)))),
-        query_groups(groups(kTasks, batches * key_heads * key_groups, panels / 8)) {}
+        head_groups(shares_queries(result) ? 1 : groups(kTasks, owners(), p.group())),
+        key_groups(
+            groups(kTasks, owners() * head_groups, std::max(key_blocks / 4, std::min<Index>(key_blocks / 2, 4)))),
+        query_groups(head_groups * groups(kTasks, owners() * head_groups * key_groups, panels / 8)) {}
 
   Index tasks() const { return owners() * key_groups * query_groups; }
   // Whether no task needs what another has prepared or summed, and there are many.
@@ -77,12 +80,25 @@ struct BackwardPlan {
     const Index round = run / key_groups, place = run % key_groups;
     return round % 2 ? key_groups - 1 - place : place;
   }
-  Index first_panel(Index query_group) const { return panels * query_group / query_groups; }
+  std::pair<Index, Index> panels_of(Index query_group) const {
+    const Index group = query_group / head_groups, groups = query_groups / head_groups;
+    return {panels * group / groups, panels * (group + 1) / groups};
+  }
+  // Of the `heads` query heads of one key head.
+  std::pair<Index, Index> heads_of(Index query_group, Index heads) const {
+    const Index group = query_group % head_groups;
+    return {heads * group / head_groups, heads * (group + 1) / head_groups};
+  }
 
  private:
   template <class T, class E>
   static bool shares(const BackwardResult<T, E>& result, int axis) {
     return result.grad_bias.defined() && result.grad_bias.sizes[axis] == 1;
+  }
+  // Whether a sum over all query heads of a key head is gathered in one task.
+  template <class T, class E>
+  static bool shares_queries(const BackwardResult<T, E>& result) {
+    return result.grad_bias.defined() || result.grad_distance.data;
   }
   static Index groups(Index wanted, Index present, Index most) {
     return std::clamp<Index>((wanted + present - 1) / present, 1, std::max<Index>(most, 1));
