@@ -103,6 +103,22 @@ def test_long(dtype):
     check(cases.Case(cases.Shape(2, 2, 1, 1, 3000, 32, 32), sinks=True, dtype=dtype))
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "block_sparse", "padding"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        cases.Shape(1, 2, 1, 350, 600, 96, 96),
+        cases.Shape(1, 5, 1, 350, 600, 40, 70),
+        cases.Shape(4, 6, 2, 70, 70, 8, 8),
+    ],
+    ids=str,
+)
+def test_many_tiles_of_plain_scores(shape, dtype, mask):
+    check(cases.Case(shape, mask=mask, dtype=dtype))
+
+
 @pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
 def test_gradcheck_of_every_subset(subset):
     tensors = cases.small_inputs()

@@ -37,6 +37,7 @@ SHAPES = [
     cases.Shape(1, 1, 1, 700, 700, 16, 16),
     cases.Shape(2, 8, 2, 150, 130, 20, 33),
     cases.Shape(1, 2, 1, 1, 3000, 32, 32),
+    cases.Shape(4, 6, 2, 70, 70, 8, 8),
 ]
 
 
@@ -44,6 +45,7 @@ SHAPES = [
 @pytest.mark.parametrize(
     ("mask", "bias", "distance"),
     [
+        ("no_mask", "no_bias", "no_distance"),
         ("no_mask", "bias_keys", "no_distance"),
         ("causal", "bias_rows", "distance_bias"),
         ("causal", "bias_plane", "no_distance"),

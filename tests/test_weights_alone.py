@@ -115,6 +115,13 @@ def test_a_row_is_the_same_in_any_company(mask, dtype):
     )
 
 
+def test_few_rows_have_the_bits_of_all():
+    query, key = torch.randn(2, 1, 8, 200, 128, dtype=torch.bfloat16).unbind(0)
+    whole = attention_weights(query, key)
+    for rows in ([77], [0, 1, 2], [5, 199, 63, 64, 8]):
+        assert torch.equal(attention_weights(query, key, rows=torch.tensor(rows)), whole[:, :, rows])
+
+
 @pytest.mark.parametrize("lengths", [(1, 1000), (65, 129), (200, 63)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [1.0, 30.0, 1e3])

@@ -10,7 +10,7 @@ namespace {
 
 // What `kernel_of(out)` writes, at a cost of so many products of all queries and keys.
 template <class T, class E, class F>
-Tensor written(const Loaded<T, E, E>& loaded, const Attention& a, bool average, double cost, F&& kernel_of) {
+Tensor run_rows(const Loaded<T, E, E>& loaded, const Attention& a, bool average, double cost, F&& kernel_of) {
   const Problem<T, E>& p = loaded.problem;
   const Tensor out = on_large_pages(at::empty({p.batch, average ? 1 : p.heads, p.queries, p.keys}, a.query.options()));
   const auto kernel = kernel_of(result_view4(out));
@@ -24,7 +24,7 @@ template <class T>
 Tensor weights_of(const Loaded<T>& loaded, const Attention& a, In lse, bool average,
                   const Tangents<T>* along = nullptr) {
   const Vector<T> lse_rows(lse);
-  return written<T, T>(loaded, a, average, along ? 3 : 1, [&](const Tensor4& out) {
+  return run_rows<T, T>(loaded, a, average, along ? 3 : 1, [&](const Tensor4& out) {
     return AttentionWeights<T>(loaded.problem, lse_rows.data(), out, average, along);
   });
 }
@@ -36,11 +36,11 @@ Tensor weights_cpu(const Attention& a, Opt lse, Opt heads, Opt rows, c10::SymInt
       loaded.place(heads, rows, queries.expect_int());
       return weights_of(loaded, a, *lse, average);
     });
-  return in_row_types(a, [&]<class T, class E>() -> Tensor {
+  return in_row_types(a, queries.expect_int(), [&]<class T, class E>() -> Tensor {
     Loaded<T, E, E> loaded(a);
     loaded.place(heads, rows, queries.expect_int());
-    return written<T, E>(loaded, a, average, 1,
-                         [&](const Tensor4& out) { return AttentionSoftmax<T, E>(loaded.problem, out, average); });
+    return run_rows<T, E>(loaded, a, average, 1,
+                          [&](const Tensor4& out) { return AttentionSoftmax<T, E>(loaded.problem, out, average); });
   });
 }
 

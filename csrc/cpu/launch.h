@@ -22,14 +22,18 @@ inline bool has_rows_by_distance(const Attention& a) {
 }
 
 // Calls f<T, E>() with the types that sums and rows of attention have. Rows of bfloat16 stay as they are where that is
-// fast, but for small problems: padding to the units of products would be most of the work.
+// fast, but for small problems: padding to the units of products would be most of the work. Some rows of `queries` have
+// the types, and so the bits, of all.
 template <class F>
-auto in_row_types(const Attention& a, F&& f) {
+auto in_row_types(const Attention& a, Index queries, F&& f) {
   if constexpr (kFastPairs)
-    if (!has_rows_by_distance(a) && a.query.scalar_type() == at::kBFloat16 &&
-        a.query.size(2) * a.key.size(2) >= kLeastPairs)
+    if (!has_rows_by_distance(a) && a.query.scalar_type() == at::kBFloat16 && queries * a.key.size(2) >= kLeastPairs)
       return f.template operator()<float, BFloat16>();
   return in_compute_type(a.query, [&]<class T>() { return f.template operator()<T, T>(); });
+}
+template <class F>
+auto in_row_types(const Attention& a, F&& f) {
+  return in_row_types(a, a.query.size(2), f);
 }
 
 inline Tensor on_large_pages(Tensor x) {

@@ -44,7 +44,7 @@ bool has_derivative(const Tensor& x) {
 }
 
 // Whether lse comes from a forward over all rows: where a derivative goes through it or a transform may ask for one,
-// and on other devices. Elsewhere the chosen rows find it on their way.
+// and on other devices. Elsewhere the kernel normalises the chosen rows itself.
 bool needs_lse(const Inputs& inputs, Opt heads, Opt rows) {
   std::vector<Tensor> given = inputs.mask_data;
   given.insert(given.end(), {inputs.query, inputs.key});

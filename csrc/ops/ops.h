@@ -125,9 +125,9 @@ inline const auto& double_backward() {
 
 // exp(s - lse) [B, H, Lq, Lk], or its mean over the heads [B, Lq, Lk], from lse, heads, rows, queries, average.
 // Value has width 0. Sinks act through lse, a differentiable input, and have no gradient of their own. Without lse the
-// kernel finds it on the way, sinks included, and there are no derivatives. Where only some heads or rows are wanted,
-// query, key, bias and lse hold those; heads [H] and rows [Lq] say which they are, and `queries` how many rows there
-// would be in all: the mask needs them, and its data stays whole.
+// kernel normalises the rows itself, sinks included, and there are no derivatives. Where only some heads or rows are
+// wanted, query, key, bias and lse hold those; heads [H] and rows [Lq] say which they are, and `queries` how many rows
+// there would be in all: the mask needs them, and its data stays whole.
 inline const auto& weights() {
   static const Primitive<Tensor, Opt, Opt, Opt, c10::SymInt, bool> op("attention_ops::_attention_weights");
   return op;

@@ -29,8 +29,10 @@ inline Shape draw_shape() {
   const Index group = draw(1, 3), Hkv = draw(1, 2);
   if (draw(0, 2) == 0)
     return {draw(1, 2), group * Hkv, Hkv, draw(1, 16 / group), draw(0, 1200), draw(0, 70), draw(0, 70)};
-  if (draw(0, 4) == 0)  // so many that a backward task takes whole heads
-    return {8 + draw(0, 2), group * 2, 2, draw(1, 70), draw(1, 70), draw(1, 20), draw(1, 20)};
+  if (draw(0, 11) == 0)  // tiles enough to wait for each other
+    return {1, group, 1, draw(120, 300), draw(280, 400), draw(1, 70), draw(65, 140)};
+  if (draw(0, 4) == 0)  // so many that a backward task takes whole heads, or some of them
+    return {draw(4, 10), group * 2, 2, draw(1, 70), draw(1, 70), draw(1, 20), draw(1, 20)};
   const Index Lq = draw(0, 9) == 0 ? 0 : draw(1, 150), Lk = draw(0, 9) == 0 ? 0 : draw(1, 200);
   return {draw(1, 2), group * Hkv, Hkv, Lq, Lk, draw(0, 9) == 0 ? 0 : draw(1, 70), draw(0, 9) == 0 ? 0 : draw(1, 70)};
 }

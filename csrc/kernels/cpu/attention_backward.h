@@ -64,8 +64,8 @@ class AttentionBackward {
   struct Scratch {
     T *dp = nullptr, *dp_dot = nullptr, *log2_p = nullptr, *dk = nullptr, *dv = nullptr, *bias = nullptr;
     E* rounded = nullptr;                            // p or ds as an operand of products of pairs
-    E *p = nullptr, *ds = nullptr, *ds_t = nullptr;  // those that wait: of each block's keys, and of a panel
-    Waiting tiles;                                   // of the panel of the moment, for dq
+    E *p = nullptr, *ds = nullptr, *ds_t = nullptr;  // kept for products: dv and dk of each block, dq of one panel
+    Pending tiles;                                   // of that panel
     Index visited = 0;
     LaneInt<T>* keep = nullptr;
     ScoreTile<T> tile;
@@ -77,10 +77,10 @@ class AttentionBackward {
     int keys;
     bool finite;  // no NaN or infinity in the rows of key, or of its tangent
     T *dk, *dv;   // [kTileKeys, padded width]
-    E *p, *ds;    // [kTileKeys, kWaiting * kWidth], of the panels that wait
-    Waiting panels;
+    E *p, *ds;    // [kTileKeys, kPendingLanes], of the panels
+    Pending panels;
   };
-  static constexpr Index kWaiting = kPaired<E> ? kPairTiles : 0;
+  static constexpr Index kPending = kPaired<E> ? kPairTiles : 0, kPendingLanes = kPending * kWidth;
   struct Places {
     E *p, *ds, *ds_t;
   };
@@ -109,7 +109,8 @@ class AttentionBackward {
     if constexpr (kTwice)
       if (along_) w.dot.take(pieces, p_, along_->of, kWidth, /*second=*/true), pieces(w.dp_dot, size);
     if (kPaired<E>) pieces(w.rounded, size);
-    pieces(w.p, kBlocks * kWaiting * size), pieces(w.ds, kBlocks * kWaiting * size), pieces(w.ds_t, kWaiting * size);
+    pieces(w.p, blocks_at_a_time() * kPending * size), pieces(w.ds, blocks_at_a_time() * kPending * size);
+    pieces(w.ds_t, kPending * size);
     if (source_.needs_log()) pieces(w.log2_p, size);
     if (p_.dropout.on()) pieces(w.keep, size);
     if (result_.grad_key.data) pieces(w.dk, blocks_at_a_time() * kTileKeys * padded(p_.width));
@@ -142,7 +143,7 @@ class AttentionBackward {
   }
   Index pack_tasks() const { return result_.grad_query.data ? columns_.tasks() : 0; }
   Index prepare_tasks() const { return p_.batch * p_.heads * plan_.panels; }
-  Index finish_tasks() const { return prepare_tasks() + (plan_.query_groups > 1 ? key_tasks() : 0) + 1; }
+  Index finish_tasks() const { return prepare_tasks() + (plan_.query_groups() > 1 ? key_tasks() : 0) + 1; }
   size_t prepare_bytes() const {
     ScoreTile<T> tile;
     Pieces count;
@@ -185,6 +186,7 @@ class AttentionBackward {
   bool is_finite(const Matrices<const E>& keys, Index b, Index hk, const Block& block) const {
     return all_finite<T>(keys.at(b, hk) + block.key * keys.row_stride, keys.row_stride, block.keys, p_.width);
   }
+  bool is_finite(const Block& block, Index row) const { return block.finite && shared_.finite[row / kWidth]; }
   PaddedRows<E> rows_of(const E* padded_rows, const Matrices<const E>& natural, Index b, Index h, Index panel,
                         Index width) const;
   void run_blocks(Work& work, Scratch& w) const;
@@ -208,10 +210,9 @@ class AttentionBackward {
   bool run_plain_pairs(const Work& work, Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel,
                        Index number) const;
   Places places(const Work& work, Block& block, Scratch& w, const Site<T, E>& site, Index number) const;
-  void let_wait(const Term& term, const Work& work, Block& block, Scratch& w, const Site<T, E>& site,
-                Index number) const;
-  void add_waiting_to_keys(Block& block, const Site<T, E>& site) const;
-  void add_waiting_to_queries(const Work& work, Scratch& w, const Site<T, E>& site, Index number) const;
+  void defer(const Term& term, const Work& work, Block& block, Scratch& w, const Site<T, E>& site, Index number) const;
+  void add_pending_to_keys(Block& block, const Site<T, E>& site) const;
+  void add_pending_to_queries(const Work& work, Scratch& w, const Site<T, E>& site, Index number) const;
   void add_visible(const Term& term, const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,
                    const Panels& panel, Index row) const;
   void add_by_distance(const Term& term, const Work& work, const Block& block, const Scratch& w, const Site<T, E>& site,

@@ -1,38 +1,35 @@
-// AttentionBackward of pairs: whole tiles wait, as rounded operands, until products that sum over several of them are
-// one: over panels for the gradients of keys and values, over tiles of keys for that of the queries.
+// AttentionBackward of pairs: whole tiles are kept, as rounded operands, until products that sum over several of them
+// are one: over panels for the gradients of keys and values, over tiles of keys for that of the queries.
 #pragma once
 #include "kernels/cpu/attention_backward.h"
 
 namespace attention_ops {
 
-// A whole tile of plain scores in one pass over blocks of keys whose scores and gradients stay in the first cache, and
-// p and ds go to where they wait. True if that is done.
+// A whole tile of plain scores in one pass over blocks of keys whose scores and gradients stay in the first cache; p
+// and ds are kept rounded. True if that is done.
 template <class T, class E>
 bool AttentionBackward<T, E>::run_plain_pairs(const Work& work, Block& block, Scratch& w, const Site<T, E>& site,
                                               const Panels& panel, Index number) const {
   const Index row = row_of(site.b, site.h, number);
-  const bool finite = block.finite && shared_.finite[row / kWidth];
-  if (!finite || w.tile.cover != Cover::all || !is_whole(w.tile) || panel.count < kWidth) return false;
-  if (p_.adds() || p_.softcap > 0 || p_.dropout.on() || shared_.row_sums || !source_.has_values()) return false;
-  constexpr int kBlock = 32;
-  const Index head = site.h / p_.group();
-  const E *k = p_.k.at(site.b, head) + block.key * p_.k.row_stride, *v = site.v + block.key * p_.v.row_stride;
+  if (!p_.is_plain() || shared_.row_sums || !source_.has_values() || !is_finite(block, row)) return false;
+  if (w.tile.cover != Cover::all || !is_whole(w.tile) || panel.count < kWidth) return false;
+  const E *k = site.k + block.key * p_.k.row_stride, *v = site.v + block.key * p_.v.row_stride;
   const E* do_t = do_panel(shared_.rows, row);
   T *const s = w.tile.s, *const dp = w.dp;
   const T* const delta = shared_.delta + row;
   const RowNorm<T> norm{shared_.norm.base + row, shared_.norm.log2_l + row};
   const Vec<T> factor = splat(p_.query_factor());
   const auto [p, ds, ds_t] = places(work, block, w, site, number);
-  for (int key = 0; key < kTileKeys; key += kBlock) {
-    multiply_pairs<false>(s, kWidth, {k + key * p_.k.row_stride, p_.k.row_stride}, {panel.q_t, 2 * kWidth}, kBlock,
-                          Panels::kVectors, p_.width);
-    multiply_pairs<false>(dp, kWidth, {v + key * p_.v.row_stride, p_.v.row_stride}, {do_t, 2 * kWidth}, kBlock,
+  for (int key = 0; key < kTileKeys; key += kPairBlockKeys) {
+    multiply_pairs<false>(s, kWidth, {k + key * p_.k.row_stride, p_.k.row_stride}, {panel.q_t, 2 * kWidth},
+                          kPairBlockKeys, Panels::kVectors, p_.width);
+    multiply_pairs<false>(dp, kWidth, {v + key * p_.v.row_stride, p_.v.row_stride}, {do_t, 2 * kWidth}, kPairBlockKeys,
                           Panels::kVectors, p_.value_width);
-    for (int n = 0; n < kBlock; n += 2)
+    for (int n = 0; n < kPairBlockKeys; n += 2)
       for (int lane = 0; lane < kWidth; lane += kStep) {
         Vec<T> both[2];
         for (int i = 0; i < 2; ++i) {
-          const Index from = (n + i) * kWidth + lane, to = (key + n + i) * kWaiting * kWidth + lane;
+          const Index from = (n + i) * kWidth + lane, to = (key + n + i) * kPendingLanes + lane;
           const Vec<T> weight = exp2<T>(norm.log2_weight(uncontracted(factor * load(s + from)), lane));
           both[i] = weight * (load(dp + from) - load(delta + lane));
           write_elements(p + to, weight, kStep);
@@ -44,37 +41,36 @@ bool AttentionBackward<T, E>::run_plain_pairs(const Work& work, Block& block, Sc
   return true;
 }
 
-// Rounds a whole tile for products that sum over its neighbours too: over panels for the keys, over tiles for dq.
+// Rounds a whole tile for later products that sum over its neighbours too.
 template <class T, class E>
-void AttentionBackward<T, E>::let_wait(const Term& term, const Work& work, Block& block, Scratch& w,
-                                       const Site<T, E>& site, Index number) const {
+void AttentionBackward<T, E>::defer(const Term& term, const Work& work, Block& block, Scratch& w,
+                                    const Site<T, E>& site, Index number) const {
   if constexpr (kPaired<E>) {
     const auto [p, ds, ds_t] = places(work, block, w, site, number);
-    const Index stride = kWaiting * kWidth;
-    if (block.dv) round_along(p, stride, term.p, kWidth, 0, kTileKeys, 0, kWidth);
-    if (block.dk) round_along(ds, stride, term.ds, kWidth, 0, kTileKeys, 0, kWidth);
+    if (block.dv) round_along(p, kPendingLanes, term.p, kWidth, 0, kTileKeys, 0, kWidth);
+    if (block.dk) round_along(ds, kPendingLanes, term.ds, kWidth, 0, kTileKeys, 0, kWidth);
     if (shared_.dq_t) round_across(ds_t, term.ds, kWidth, 0, kTileKeys, Panels::kVectors);
   }
 }
 
-// Where p, ds and its pair panel of the next tile wait; what cannot wait together with it is multiplied first.
+// Where p, ds and the pair panel of ds of the next tile are kept; what is no neighbour of it is multiplied first.
 template <class T, class E>
 typename AttentionBackward<T, E>::Places AttentionBackward<T, E>::places(const Work& work, Block& block, Scratch& w,
                                                                          const Site<T, E>& site, Index number) const {
   const Index tile = block.key / kTileKeys;
-  if (!block.panels.takes(number)) add_waiting_to_keys(block, site);
-  if (!w.tiles.takes(tile)) add_waiting_to_queries(work, w, site, number);
+  if (!block.panels.accepts(number)) add_pending_to_keys(block, site);
+  if (!w.tiles.accepts(tile)) add_pending_to_queries(work, w, site, number);
   const Index place = block.panels.add(number) * kWidth;
   return {block.p + place, block.ds + place, w.ds_t + w.tiles.add(tile) * kTileKeys * kWidth};
 }
 
 template <class T, class E>
-void AttentionBackward<T, E>::add_waiting_to_keys(Block& block, const Site<T, E>& site) const {
+void AttentionBackward<T, E>::add_pending_to_keys(Block& block, const Site<T, E>& site) const {
   if constexpr (kPaired<E>) {
-    const Waiting panels = std::exchange(block.panels, {});
+    const Pending panels = std::exchange(block.panels, {});
     const auto add = [&](T* out, const E* a, const E* padded_rows, Index width) {
       if (!out || !padded_rows || panels.count == 0) return;
-      multiply_pairs<true>(out, padded(width), {a, kWaiting * kWidth},
+      multiply_pairs<true>(out, padded(width), {a, kPendingLanes},
                            rows_of(padded_rows, {}, site.b, site.h, panels.first, width), kTileKeys,
                            padded(width) / kStep, panels.count * kWidth);
     };
@@ -84,10 +80,10 @@ void AttentionBackward<T, E>::add_waiting_to_keys(Block& block, const Site<T, E>
 }
 
 template <class T, class E>
-void AttentionBackward<T, E>::add_waiting_to_queries(const Work& work, Scratch& w, const Site<T, E>& site,
+void AttentionBackward<T, E>::add_pending_to_queries(const Work& work, Scratch& w, const Site<T, E>& site,
                                                      Index number) const {
   if constexpr (kPaired<E>)
-    if (const Waiting tiles = std::exchange(w.tiles, {}); tiles.count > 0 && shared_.dq_t)
+    if (const Pending tiles = std::exchange(w.tiles, {}); tiles.count > 0 && shared_.dq_t)
       multiply_pairs<true>(dq_panel(work.key_group, row_of(site.b, site.h, number)), kWidth,
                            columns_.at(site.b, site.h / p_.group(), tiles.first * kTileKeys), {w.ds_t, 2 * kWidth},
                            p_.width, Panels::kVectors, tiles.count * kTileKeys);

@@ -120,8 +120,8 @@ void AttentionBackward<T, E>::run(Index task, Arena& arena) const {
     block.keys = int(std::min<Index>(kTileKeys, p_.keys - block.key));
     block.dk = w.dk ? w.dk + work.blocks * kTileKeys * padded(p_.width) : nullptr;
     block.dv = w.dv ? w.dv + work.blocks * kTileKeys * padded(p_.value_width) : nullptr;
-    block.p = w.p + work.blocks * kWaiting * kTileKeys * kWidth;
-    block.ds = w.ds + work.blocks * kWaiting * kTileKeys * kWidth;
+    block.p = w.p + work.blocks * kTileKeys * kPendingLanes;
+    block.ds = w.ds + work.blocks * kTileKeys * kPendingLanes;
     if (++work.blocks == blocks_at_a_time()) run_blocks(work, w);
   }
   run_blocks(work, w);
@@ -165,9 +165,9 @@ void AttentionBackward<T, E>::run_head(Work& work, Scratch& w, Index b, Index h)
     panel.q_t = q_panel(shared_.rows, row_of(b, h, n));
     if (neighbours && is_hidden(site, panel, start, end - start)) continue;
     for (int x = 0; x < work.blocks; ++x) run_tile(work, work.block[x], w, site, panel, n);
-    add_waiting_to_queries(work, w, site, n);
+    add_pending_to_queries(work, w, site, n);
   }
-  for (int x = 0; x < work.blocks; ++x) add_waiting_to_keys(work.block[x], site);
+  for (int x = 0; x < work.blocks; ++x) add_pending_to_keys(work.block[x], site);
 }
 
 // The gradients of one block's keys, to their place or to the partial sums.
@@ -260,7 +260,7 @@ void AttentionBackward<T, E>::finish_keys(Index task) const {
       E* line = to.at(bhk / p_.key_heads, bhk % p_.key_heads) + k * to.row_stride;
       each_piece<T>(width, [&](Index c, int n) {
         Vec<T> sum{};
-        for (Index g = 0; g < plan_.query_groups; ++g)
+        for (Index g = 0; g < plan_.query_groups(); ++g)
           sum += load(sums + (g * keys_all + bhk * p_.keys + k) * padded(width) + c);
         write_elements(line + c, sum, n);
       });

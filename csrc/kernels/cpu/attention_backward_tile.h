@@ -118,23 +118,23 @@ void AttentionBackward<T, E>::fill_gradients(const Block& block, Scratch& w, con
 // where masked or past the last row.
 template <class T, class E>
 void AttentionBackward<T, E>::score_gradient(const Scratch& w, Index row, int rows) const {
+  const bool all = w.tile.cover == Cover::all, ragged = rows % kStep != 0, plain = all && !ragged, twice = along_;
+  T *const s = w.tile.s, *const dp = w.dp;
+  const T* const delta = shared_.delta + row;
+  if (plain && !twice)  // a loop of its own: of the other one the compiler hoists nothing
+    return each_vector<T, kWidth>(
+        w.tile, [&](Index n, int lane) { store(dp + n, load(s + n) * (load(dp + n) - load(delta + lane))); });
   alignas(kVectorBytes) LaneInt<T> real[kWidth];
   for (int q = 0; q < kWidth; ++q) real[q] = q < rows ? -1 : 0;
-  const bool all = w.tile.cover == Cover::all, ragged = rows % kStep != 0, plain = all && !ragged, twice = along_;
-  T *const weights = w.tile.s, *const dp = w.dp;
-  const T* const delta = shared_.delta + row;
-  if (plain && !twice)
-    return each_vector<T, kWidth>(
-        w.tile, [&](Index n, int lane) { store(dp + n, load(weights + n) * (load(dp + n) - load(delta + lane))); });
   const auto put = [&](T* to, Vec<T> x, Index n, int lane) {
     if (plain) return store(to + n, x);
     const Ints<T> keep = load_lanes<T>(real + lane) & (all ? ~Ints<T>{} : load_lanes<T>(w.tile.visible + n));
     store(to + n, keep ? x : Vec<T>{});
   };
   each_vector<T, kWidth>(w.tile, [&](Index n, int lane) {
-    const Vec<T> p = load(w.tile.s + n), above = load(w.dp + n) - load(shared_.delta + row + lane);
-    put(w.dp, p * above, n, lane);
-    if (!plain) put(w.tile.s, p, n, lane);
+    const Vec<T> p = load(s + n), above = load(dp + n) - load(delta + lane);
+    put(dp, p * above, n, lane);
+    if (!plain) put(s, p, n, lane);
     if (!twice) return;
     const Vec<T> p_dot = p * load(w.dot.s + n), above_dot = load(w.dp_dot + n) - load(shared_.delta_dot + row + lane);
     put(w.dot.s, p_dot, n, lane);
@@ -176,12 +176,12 @@ void AttentionBackward<T, E>::add_tile(const Term& term, const Work& work, Block
   if constexpr (kTwice)
     if (p_.distance.has_keys) add_by_distance(term, work, block, w, site, panel, number);
   // Masked places may hold anything: where a row of the tile is not finite, only visible pairs are multiplied.
-  const bool finite = block.finite && shared_.finite[row / kWidth];
+  const bool finite = is_finite(block, row);
   if (!finite && (kPaired<E> || w.tile.cover != Cover::all)) {
     add_visible(term, work, block, w, site, panel, row);
     if (!kPaired<E>) return;
   }
-  if (kPaired<E> && is_whole(w.tile)) return let_wait(term, work, block, w, site, number);
+  if (kPaired<E> && is_whole(w.tile)) return defer(term, work, block, w, site, number);
   const auto rows = [&](const E* padded_rows, const Matrices<const E>& natural, Index width) {
     return rows_of(padded_rows, natural, site.b, site.h, number, width);
   };

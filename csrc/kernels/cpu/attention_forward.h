@@ -32,7 +32,7 @@ class AttentionForward {
         values_(problem.v, problem.batch, problem.key_heads, problem.keys, problem.value_width) {
     Pieces count;
     values_.take(count);
-    if (count.bytes == 0) return;
+    if (count.bytes == 0) return;  // an arena of nothing would hold the kept block
     Pieces pieces(&memory_.emplace(count.bytes));
     values_.take(pieces);
   }
@@ -67,7 +67,7 @@ class AttentionForward {
       else
         step(scratch, site, panel, tile * kTileKeys);
     }
-    add_waiting(scratch, site, panel);
+    add_pending(scratch, site, panel);
     finish(scratch, site, panel);
   }
 
@@ -83,7 +83,7 @@ class AttentionForward {
     T *o_t = nullptr, *m = nullptr, *l = nullptr;
     Index visited = 0;
     bool has_maximum = false;
-    Waiting waiting;  // tiles whose rounded p are not yet multiplied with values
+    Pending pending;  // tiles whose rounded p are not yet multiplied with values
     LaneInt<T>*moves = nullptr, *keep = nullptr;
     ScoreTile<T> tile;
 
@@ -132,9 +132,9 @@ class AttentionForward {
       const SpanOf<vectors> part(w, span);
       if constexpr (kPaired<E>) {
         const Index tile = key / kTileKeys;
-        if (!w.waiting.takes(tile, most_waiting())) add_waiting(w, site, panel);
-        if (clean && weigh_pairs<vectors>(w, site, key, span)) return void(w.waiting.add(tile));
-        add_waiting(w, site, panel);
+        if (!w.pending.accepts(tile, most_pending())) add_pending(w, site, panel);
+        if (clean && weigh_pairs<vectors>(w, site, key, span)) return void(w.pending.add(tile));
+        add_pending(w, site, panel);
       }
       if (outgrows<vectors>(w, site, panel, key, span)) {
         span_scores<T, vectors>(w.tile, site, panel, key, span);
@@ -196,34 +196,32 @@ class AttentionForward {
     return false;
   }
 
-  // Narrow sums stay in the first cache, and one tile's p in registers for all of them.
-  int most_waiting() const { return p_.value_width > 64 ? kPairTiles : 1; }
+  // Narrow sums stay in the first cache, and the p of one tile in registers for all of them (multiply_tiles_by_few).
+  int most_pending() const { return p_.value_width > 64 ? kPairTiles : 1; }
 
   // o += p v of the tiles that wait for it.
-  void add_waiting(Scratch& w, const Site<T, E>& site, const Panels& panel) const {
+  void add_pending(Scratch& w, const Site<T, E>& site, const Panels& panel) const {
     if constexpr (kPaired<E>)
-      if (const Waiting tiles = std::exchange(w.waiting, {}); tiles.count > 0)
+      if (const Pending tiles = std::exchange(w.pending, {}); tiles.count > 0)
         multiply_pairs<true>(w.o_t, kWidth, values_.at(site.b, site.h / p_.group(), tiles.first * kTileKeys),
                              {w.rounded, 2 * kWidth}, p_.value_width, panel.vectors(), tiles.count * kTileKeys);
   }
 
-  // The same in one pass for whole tiles of plain scores, with p rounded on the way for add_waiting; true if done.
+  // The same in one pass for whole tiles of plain scores, with p rounded on the way for add_pending; true if done.
   template <int NV>
   bool weigh_pairs(const Scratch& w, const Site<T, E>& site, Index key, const Span& span) const {
     constexpr int kStep = kLanes<T>;
     if (!w.has_maximum || w.tile.cover != Cover::all || span.keys != kTileKeys) return false;
-    if (p_.adds() || p_.softcap > 0 || p_.dropout.on()) return false;
-    constexpr int kBlock = 32;  // keys whose scores are still in the first cache when they are weighed
-    const int lane = span.vector * kStep;
+    if (!p_.is_plain()) return false;
     const Vec<T> factor = splat(p_.query_factor());
     Vec<T> m[NV], sum[NV]{};
-    for (int v = 0; v < NV; ++v) m[v] = load(w.m + lane + v * kStep);
-    for (int block = 0; block < kTileKeys; block += kBlock) {
-      const T* s = w.tile.s + lane;
-      E* rounded = w.rounded + (w.waiting.count * kTileKeys + block) * kWidth + 2 * lane;
-      multiply_pairs<false>(w.tile.s + lane, kWidth, {site.k + (key + block) * p_.k.row_stride, p_.k.row_stride},
-                            {w.q_t + 2 * lane, 2 * kWidth}, kBlock, NV, p_.width);
-      for (int n = 0; n < kBlock * kWidth; n += 2 * kWidth)
+    for (int v = 0; v < NV; ++v) m[v] = load(w.m + v * kStep);
+    for (int block = 0; block < kTileKeys; block += kPairBlockKeys) {
+      const T* s = w.tile.s;
+      E* rounded = w.rounded + (w.pending.count * kTileKeys + block) * kWidth;
+      multiply_pairs<false>(w.tile.s, kWidth, {site.k + (key + block) * p_.k.row_stride, p_.k.row_stride},
+                            {w.q_t, 2 * kWidth}, kPairBlockKeys, NV, p_.width);
+      for (int n = 0; n < kPairBlockKeys * kWidth; n += 2 * kWidth)
         for (int v = 0; v < NV * kStep; v += kStep) {
           // Rounded as it is on the other path, not contracted: a row's bits do not depend on its neighbours.
           const auto exponent = [&](const T* x) { return uncontracted(load(x) * factor) - m[v / kStep]; };
@@ -236,7 +234,7 @@ class AttentionForward {
     for (int v = 0; v < NV; ++v) outgrown |= ~(sum[v] <= splat(kMost));
     if (any(outgrown)) return false;
     for (int v = 0; v < NV; ++v) {
-      T* l = w.l + lane + v * kStep;
+      T* l = w.l + v * kStep;
       store(l, load(l) + sum[v]);
     }
     return true;

@@ -29,7 +29,7 @@ class AttentionSoftmax {
     for (Index h = part.first; h < part.last; ++h) {
       const Site<T, E> site(p_, part.b, h);
       find_scores(w, site, part.panel);
-      with_count<kRegisterVectors>((part.panel.count + kStep - 1) / kStep, [&](auto vectors) {
+      with_count<kRegisterVectors>(part.panel.vectors(), [&](auto vectors) {
         weigh<vectors>(w, site);
         if (w.sum) add<vectors>(w);
       });

@@ -43,7 +43,7 @@ class BackwardBias {
       const Index bias_batch = grad_.sizes[0] == 1 ? 0 : b, bias_head = grad_.sizes[1] == 1 ? 0 : h + slice;
       if (sums_)
         add_sums(from,
-                 (key_group * plan_.query_groups + query_group) * total() +
+                 (key_group * plan_.query_groups() + query_group) * total() +
                      (bias_batch * grad_.sizes[1] + bias_head) * grad_.sizes[2] * grad_.sizes[3],
                  query_group, key, keys);
       else
@@ -53,7 +53,7 @@ class BackwardBias {
 
   // grad_bias = sum of the partial sums of all groups
   void finish() const {
-    const Index groups = plan_.key_groups * plan_.query_groups, inner = grad_.sizes[2] * grad_.sizes[3];
+    const Index groups = plan_.key_groups * plan_.query_groups(), inner = grad_.sizes[2] * grad_.sizes[3];
     with_element(grad_.element, [&]<class E>(E*) {
       for (Index n = 0; n < total(); ++n) {
         T sum = 0;
@@ -64,7 +64,7 @@ class BackwardBias {
     });
   }
   void clear_sums() const {
-    if (sums_) std::fill_n(sums_, plan_.key_groups * plan_.query_groups * total(), T(0));
+    if (sums_) std::fill_n(sums_, plan_.key_groups * plan_.query_groups() * total(), T(0));
   }
 
  private:

@@ -15,8 +15,8 @@ class BackwardDistance {
   BackwardDistance(const Problem<T, E>& p, const DistanceGradient<T>& grad, const BackwardPlan& plan)
       : p_(p),
         grad_(grad),
-        groups_(plan.key_groups * plan.query_groups),
-        query_groups_(plan.query_groups),
+        groups_(plan.key_groups * plan.query_groups()),
+        query_groups_(plan.query_groups()),
         heads_(grad.heads == 1 ? p.key_heads : p.heads) {}
 
   bool on() const { return grad_.data && rows() > 0; }

@@ -43,7 +43,7 @@ struct BackwardPlan {
   static constexpr Index kTasks = 16;  // enough to keep many cores busy, few enough for partial sums to stay small
 
   Index batches, key_heads;  // owners along each axis
-  Index key_blocks, panels, head_groups, key_groups, query_groups;
+  Index key_blocks, panels, head_groups, key_groups, panel_groups;
 
   template <class T, class E>
   BackwardPlan(const Problem<T, E>& p, const BackwardResult<T, E>& result, Index panels)
@@ -51,12 +51,13 @@ struct BackwardPlan {
         key_heads(shares(result, 1) ? 1 : p.key_heads),
         key_blocks((p.keys + kTileKeys - 1) / kTileKeys),
         panels(panels),
-        head_groups(shares_queries(result) ? 1 : groups(kTasks, owners(), p.group())),
+        head_groups(gathers_heads(result) ? 1 : groups(kTasks, owners(), p.group())),
         key_groups(
             groups(kTasks, owners() * head_groups, std::max(key_blocks / 4, std::min<Index>(key_blocks / 2, 4)))),
-        query_groups(head_groups * groups(kTasks, owners() * head_groups * key_groups, panels / 8)) {}
+        panel_groups(groups(kTasks, owners() * head_groups * key_groups, panels / 8)) {}
 
-  Index tasks() const { return owners() * key_groups * query_groups; }
+  Index query_groups() const { return head_groups * panel_groups; }
+  Index tasks() const { return owners() * key_groups * query_groups(); }
   // Whether no task needs what another has prepared or summed, and there are many.
   bool is_local() const { return owners() >= kTasks && tasks() == owners(); }
   Index owners() const { return batches * key_heads; }
@@ -81,8 +82,8 @@ struct BackwardPlan {
     return round % 2 ? key_groups - 1 - place : place;
   }
   std::pair<Index, Index> panels_of(Index query_group) const {
-    const Index group = query_group / head_groups, groups = query_groups / head_groups;
-    return {panels * group / groups, panels * (group + 1) / groups};
+    const Index group = query_group / head_groups;
+    return {panels * group / panel_groups, panels * (group + 1) / panel_groups};
   }
   // Of the `heads` query heads of one key head.
   std::pair<Index, Index> heads_of(Index query_group, Index heads) const {
@@ -95,9 +96,9 @@ struct BackwardPlan {
   static bool shares(const BackwardResult<T, E>& result, int axis) {
     return result.grad_bias.defined() && result.grad_bias.sizes[axis] == 1;
   }
-  // Whether a sum over all query heads of a key head is gathered in one task.
+  // Whether a sum over all query heads of a key head may be gathered in one task.
   template <class T, class E>
-  static bool shares_queries(const BackwardResult<T, E>& result) {
+  static bool gathers_heads(const BackwardResult<T, E>& result) {
     return result.grad_bias.defined() || result.grad_distance.data;
   }
   static Index groups(Index wanted, Index present, Index most) {
@@ -165,11 +166,11 @@ struct BackwardSums {
   T* bias = nullptr;               // [key groups, query groups, grad_bias], where it broadcasts over rows or columns
 
   void take(Pieces& pieces, const Problem<T, E>& p, const BackwardResult<T, E>& r, const BackwardPlan& plan) {
-    const Index key_rows = plan.query_groups * p.batch * p.key_heads * p.keys, lanes = kLanes<T>;
+    const Index key_rows = plan.query_groups() * p.batch * p.key_heads * p.keys, lanes = kLanes<T>;
     if (r.grad_sinks) pieces(sinks, p.batch * p.heads * plan.panels);
-    if (plan.query_groups > 1 && r.grad_key.data) pieces(dk, key_rows * round_up(p.width, lanes));
-    if (plan.query_groups > 1 && r.grad_value.data) pieces(dv, key_rows * round_up(p.value_width, lanes));
-    if (bias_broadcasts(r)) pieces(bias, plan.key_groups * plan.query_groups * bias_size(r));
+    if (plan.query_groups() > 1 && r.grad_key.data) pieces(dk, key_rows * round_up(p.width, lanes));
+    if (plan.query_groups() > 1 && r.grad_value.data) pieces(dv, key_rows * round_up(p.value_width, lanes));
+    if (bias_broadcasts(r)) pieces(bias, plan.key_groups * plan.query_groups() * bias_size(r));
   }
 
   static bool bias_broadcasts(const BackwardResult<T, E>& r) {

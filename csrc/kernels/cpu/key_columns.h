@@ -6,7 +6,7 @@
 namespace attention_ops {
 
 // The columns of keys or values as rows, in blocks of one tile: [B, H, blocks, columns, kTileKeys], zero past the last
-// key, and zero for what is not finite. Products that sum over keys read them. Their memory is taken from others'.
+// key, and zero for what is not finite. Products that sum over keys read them. take() finds them a place in an arena.
 template <class E>
 class KeyColumns {
  public:

@@ -15,12 +15,15 @@ constexpr int kRowUnit = kPaired<E> ? kPairRows : 1;
 template <class E>
 constexpr int kDepthUnit = kPaired<E> ? kPairDepth : 1;
 
-// Neighbours, by their numbers, whose operands wait to be multiplied together.
-struct Waiting {
+// Keys whose scores are still in the first cache when they are weighed.
+constexpr int kPairBlockKeys = 32;
+
+// Neighbours, by their numbers, whose operands are kept until they are multiplied together.
+struct Pending {
   Index first = 0;
   int count = 0;
 
-  bool takes(Index n, int most = kPairTiles) const { return count == 0 || (count < most && n == first + count); }
+  bool accepts(Index n, int most = kPairTiles) const { return count == 0 || (count < most && n == first + count); }
   int add(Index n) {
     if (count == 0) first = n;
     return count++;
@@ -58,6 +61,7 @@ inline void multiply_registers(float* out, Index ldo, const PiecedRows& a, const
 template <bool Add>
 inline void multiply_pairs(float* out, Index ldo, PiecedRows a, PaddedRows<BFloat16> b, Index rows, Index vectors,
                            Index count) {
+  static_assert(2 * kPairDepth <= PiecedRows::kPiece);  // so few terms are in one piece
   const Index units = round_up(rows, kPairRows) / kPairRows;
   count = round_up(count, kPairDepth);
   each_row_tile<kPairBlockVectors>(vectors, [&](auto columns, Index v) {

@@ -52,6 +52,8 @@ struct Problem {
   Dropout dropout;
 
   Index group() const { return heads / key_heads; }
+  // Whether weights are exp(s - lse) of the products and the mask alone.
+  bool is_plain() const { return !adds() && softcap == 0 && !dropout.on(); }
   bool adds() const { return bias.defined() || distance.defined(); }  // to the scores
   double row_operations() const { return 8.0 * batch * heads * queries * (width + value_width); }
   double pair_operations() const {

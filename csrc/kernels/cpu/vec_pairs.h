@@ -69,7 +69,8 @@ inline Pairs round_pairs(Vec<float> first, Vec<float> second) {
 }
 #endif
 
-// Rows whose terms lie in pieces, `step` apart: the columns of keys or values, tile by tile.
+// Rows whose terms lie in pieces, `step` apart: the columns of keys or values, tile by tile. `data` begins a piece
+// where `step` is not its length.
 struct PiecedRows {
   static constexpr Index kPiece = 64;
   const BFloat16* data;
@@ -84,8 +85,8 @@ struct PiecedRows {
 constexpr bool kFastPairs = true, kMatrixUnit = true;
 constexpr int kPairRows = 16, kPairDepth = 32, kPairBlockRows = 2, kPairBlockVectors = 2;
 constexpr int kPairVectors = 2;  // of a panel: its rows and sums stay in the first cache
-// So many tiles of keys, or panels, are multiplied at once where a product sums over them: a visit of its sums takes as
-// long as two of its terms.
+// So many tiles of keys, or panels, are multiplied at once where a product sums over them: to load and store its sums
+// costs as much as two products of tiles.
 constexpr int kPairTiles = 4;
 
 // The thread's matrix unit, set to tiles of 16 rows of 64 bytes; what it was set to before comes back at the end.
