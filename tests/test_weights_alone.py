@@ -150,8 +150,16 @@ def test_nan_reaches_exactly_the_rows_that_see_it(place, wants):
     tensors[place][0, 0, 40] = torch.nan
     touched = torch.arange(100) >= 40 if place == "key" else torch.arange(100) == 40
     visible = torch.ones(100, 100).tril().bool()
-    assert weights()[visible & touched[:, None]].isnan().all()
+    assert torch.equal(weights().isnan(), visible & touched[:, None])
+    assert (weights()[~visible] == 0).all()
     assert torch.equal(weights()[~touched], clean[~touched])
+
+
+@pytest.mark.parametrize("wants", [False, True])
+def test_a_mean_over_no_heads_is_nan(wants):
+    query, key = torch.randn(1, 2, 5, 8, requires_grad=wants), torch.randn(1, 2, 6, 8)
+    none = torch.tensor([], dtype=torch.int64)
+    assert attention_weights(query, key, heads=none, average=True, mask="causal").isnan().all()
 
 
 @pytest.mark.parametrize("sink", [torch.nan, torch.inf, -torch.inf])

@@ -30,7 +30,8 @@ class AttentionSoftmax {
       const Site<T, E> site(p_, part.b, h);
       find_scores(w, site, part.panel);
       with_count<kRegisterVectors>(part.panel.vectors(), [&](auto vectors) {
-        weigh<vectors>(w, site);
+        Ints<T> lost[vectors]{};
+        if (weigh<vectors>(w, site, lost)) find_scores(w, site, part.panel), weigh<vectors>(w, site, lost);
         if (w.sum) add<vectors>(w);
       });
     }
@@ -101,23 +102,31 @@ class AttentionSoftmax {
         f(key * kWidth);
   }
 
-  // p, and 1 / l as the rows' factors: 0 for a row that sees nothing.
+  // p, and 1 / l as the rows' factors: 0 for a row that sees nothing. True if rows are found whose l is NaN, which are
+  // `lost` the next time: NaN where they see, and 0 where they do not, as everywhere.
   template <int NV>
-  void weigh(const Scratch& w, const Site<T, E>& site) const {
+  bool weigh(const Scratch& w, const Site<T, E>& site, Ints<T> (&lost)[NV]) const {
     Vec<T> base[NV], l[NV];
     for (int v = 0; v < NV; ++v) {
-      const Vec<T> m = load(w.m + v * kStep);
-      base[v] = m == splat(-kInfinity<T>) ? Vec<T>{} : m;
+      const Vec<T> m = load(w.m + v * kStep), known = m == splat(-kInfinity<T>) ? Vec<T>{} : m;
+      base[v] = lost[v] ? splat(std::numeric_limits<T>::quiet_NaN()) : known;
       l[v] = rescale<T>(splat(site.sink()), base[v]);
     }
     each_seen_key(w, [&](Index n) {
       for (int v = 0; v < NV; ++v) {
-        const Vec<T> p = exp2<T>(load(w.p + n + v * kStep) - base[v]);
+        const Vec<T> s = load(w.p + n + v * kStep), p = s == splat(-kInfinity<T>) ? Vec<T>{} : exp2<T>(s - base[v]);
         store(w.p + n + v * kStep, p);
         l[v] += p;
       }
     });
-    for (int v = 0; v < NV; ++v) store(w.factors + v * kStep, l[v] == Vec<T>{} ? Vec<T>{} : splat(T(1)) / l[v]);
+    Ints<T> found{};
+    for (int v = 0; v < NV; ++v) {
+      const Vec<T> factor = l[v] == Vec<T>{} ? Vec<T>{} : splat(T(1)) / l[v];
+      store(w.factors + v * kStep, lost[v] ? splat(T(1)) : factor);
+      found |= ~lost[v] & (l[v] != l[v]);
+      lost[v] |= l[v] != l[v];
+    }
+    return any(found);
   }
 
   template <int NV>

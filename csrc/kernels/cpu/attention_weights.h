@@ -42,8 +42,10 @@ class WeightTiles {
   bool step(const Site<T>& site, const Panels& panel, Index key, int keys) {
     if (compute_scores(tile_, site, panel, key, keys) == Cover::none) return false;
     visited_tiles.fetch_add(1, std::memory_order_relaxed);
-    each_vector<T, kWidth>(tile_,
-                           [&](Index n, int lane) { store(tile_.s + n, norm_.log2_weight(load(tile_.s + n), lane)); });
+    each_vector<T, kWidth>(tile_, [&](Index n, int lane) {  // 0 where masked, also of a row that is NaN
+      const Vec<T> s = load(tile_.s + n);
+      store(tile_.s + n, s == splat(-kInfinity<T>) ? s : norm_.log2_weight(s, lane));
+    });
     if (!along_) return true;
     compute_tangents(dot_, tile_, site, panel, *along_, q_dot_t_, key, keys);
     each_vector<T, kWidth>(tile_,
@@ -91,7 +93,7 @@ class AttentionWeights {
     Tiles tiles(p_, lse_, along_, pieces);
     Scratch w;
     w.take(pieces, p_, rows_);
-    std::fill_n(w.weights, kWidth * p_.keys, T(0)), std::fill_n(w.seen, rows_.tiles(), false);
+    std::fill_n(w.weights, kWidth * p_.keys, T(0)), std::fill_n(w.seen, rows_.tiles(), rows_.average());
     std::fill_n(w.factors, kWidth, rows_.average() ? T(1) / T(p_.heads) : T(1));
     auto part = rows_.part(task);
     for (Index h = part.first; h < part.last; ++h) {
