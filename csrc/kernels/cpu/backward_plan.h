@@ -38,7 +38,8 @@ struct BackwardTangent {
 
 // A task owns the keys of one group, for the queries of one group, of the batches and heads that share its gradients:
 // one batch and key head, or all of those over which a bias is broadcast. A group of queries is some panels of some of
-// the query heads of a key head.
+// the query heads of a key head, but of all where there is a bias: its gradient may be summed over them, and the bits
+// of the other gradients do not depend on whether it is asked for.
 struct BackwardPlan {
   static constexpr Index kTasks = 16;  // enough to keep many cores busy, few enough for partial sums to stay small
 
@@ -51,7 +52,7 @@ struct BackwardPlan {
         key_heads(shares(result, 1) ? 1 : p.key_heads),
         key_blocks((p.keys + kTileKeys - 1) / kTileKeys),
         panels(panels),
-        head_groups(gathers_heads(result) ? 1 : groups(kTasks, owners(), p.group())),
+        head_groups(p.adds() ? 1 : groups(kTasks, owners(), p.group())),
         key_groups(
             groups(kTasks, owners() * head_groups, std::max(key_blocks / 4, std::min<Index>(key_blocks / 2, 4)))),
         panel_groups(groups(kTasks, owners() * head_groups * key_groups, panels / 8)) {}
@@ -95,11 +96,6 @@ struct BackwardPlan {
   template <class T, class E>
   static bool shares(const BackwardResult<T, E>& result, int axis) {
     return result.grad_bias.defined() && result.grad_bias.sizes[axis] == 1;
-  }
-  // Whether a sum over all query heads of a key head may be gathered in one task.
-  template <class T, class E>
-  static bool gathers_heads(const BackwardResult<T, E>& result) {
-    return result.grad_bias.defined() || result.grad_distance.data;
   }
   static Index groups(Index wanted, Index present, Index most) {
     return std::clamp<Index>((wanted + present - 1) / present, 1, std::max<Index>(most, 1));
