@@ -4,7 +4,7 @@
 // s[key][query], o[column][query]; nothing is summed across lanes.
 #pragma once
 #include <cmath>
-#include <optional>
+#include <memory>
 #include <utility>
 
 #include "kernels/cpu/dropout.h"
@@ -33,7 +33,8 @@ class AttentionForward {
     Pieces count;
     values_.take(count);
     if (count.bytes == 0) return;  // an arena of nothing would hold the kept block
-    Pieces pieces(&memory_.emplace(count.bytes));
+    memory_ = std::make_unique<Arena>(count.bytes);
+    Pieces pieces(memory_.get());
     values_.take(pieces);
   }
 
@@ -319,7 +320,7 @@ class AttentionForward {
   ForwardResult<T, E> result_;
   RowTurn<T> turn_;
   KeyColumns<E> values_;
-  std::optional<Arena> memory_;  // of `values_`
+  std::unique_ptr<Arena> memory_;  // of `values_`
 };
 
 }  // namespace attention_ops
