@@ -222,14 +222,18 @@ class AttentionForward {
       E* rounded = w.rounded + (w.pending.count * kTileKeys + block) * kWidth;
       multiply_pairs<false>(w.tile.s, kWidth, {site.k + (key + block) * p_.k.row_stride, p_.k.row_stride},
                             {w.q_t, 2 * kWidth}, kPairBlockKeys, NV, p_.width);
-      for (int n = 0; n < kPairBlockKeys * kWidth; n += 2 * kWidth)
+      const E* next = site.k + (key + block + kPairBlockKeys) * p_.k.row_stride;
+      for (int n = 0; n < kPairBlockKeys * kWidth; n += 2 * kWidth, next += 2 * p_.k.row_stride) {
+        for (Index c = 0; c < p_.width; c += kElements<E>)
+          prefetch<true>(next + c), prefetch<true>(next + p_.k.row_stride + c);
         for (int v = 0; v < NV * kStep; v += kStep) {
           // Rounded as it is on the other path, not contracted: a row's bits do not depend on its neighbours.
           const auto exponent = [&](const T* x) { return uncontracted(load(x) * factor) - m[v / kStep]; };
-          const Vec<T> first = exp2<T>(exponent(s + n + v)), second = exp2<T>(exponent(s + n + kWidth + v));
+          const Vec<T> first = exp2<T, E>(exponent(s + n + v)), second = exp2<T, E>(exponent(s + n + kWidth + v));
           store_pairs(rounded + n + 2 * v, round_pairs(first, second));
           sum[v / kStep] += first, sum[v / kStep] += second;  // in the order of the other path
         }
+      }
     }
     Ints<T> outgrown{};
     for (int v = 0; v < NV; ++v) outgrown |= ~(sum[v] <= splat(kMost));
@@ -272,7 +276,7 @@ class AttentionForward {
       for (int k = 0; k < keys; ++k)
         for (int v = 0; v < NV; ++v) {
           const Index n = k * kWidth + v * kStep;
-          const Vec<T> p = exp2<T>(load(s + n) - top[v]);
+          const Vec<T> p = exp2<T, E>(load(s + n) - top[v]);
           store(s + n, p);
           sum[v] += p;
         }

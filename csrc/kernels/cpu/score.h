@@ -19,6 +19,18 @@ struct Ahead {
   Index rows = 0, keys = kTileKeys;
 };
 
+// A tile's part of a dense tensor, to be asked for row by row: its rows lie in pages of their own, too far apart for
+// the processor to foresee.
+struct Asked {
+  const char* data = nullptr;
+  Index stride = 0, bytes = 0, rows = 0;
+
+  void row(Index n) const {
+    if (n < rows)
+      for (Index byte = 0; byte < bytes; byte += 64) prefetch(data + n * stride + byte);
+  }
+};
+
 // Buffers of a tile, [kTileKeys, panel width] each, and what is known of it.
 template <class T>
 struct ScoreTile {
@@ -33,6 +45,7 @@ struct ScoreTile {
   LaneInt<T>* visible = nullptr;  // valid within the spans where the tile's cover is `some`
   LaneInt<T>* spare = nullptr;
   Ahead ahead;
+  Asked next_bias;  // of the tile ahead, asked for between products: all at once they would hold up what is read now
   Cover cover = Cover::none;
   int number_of_spans = 0;
   Span spans[kTileKeys / kSpanKeys];
@@ -86,21 +99,31 @@ inline __attribute__((always_inline)) Vec<T> scaled_bias(Vec<T> x) {
   return (x >= -limit) & (x <= limit) ? clamped : x;  // infinities and NaN as they are
 }
 
-// out[key][query] = map(x) of one batch and head, for the `rows` queries of a panel. The same of the tile `ahead` is
-// asked for: its rows lie in pages of their own, too far apart for the processor to foresee.
+// out[key][query] = map(x) of one batch and head, for the `rows` queries of a panel.
 template <class T, int Width, class Map>
-void load_block(T* out, const Tensor4& x, Index b, Index h, Index row, int rows, Index key, int keys, Ahead ahead,
-                Map&& map) {
+void load_block(T* out, const Tensor4& x, Index b, Index h, Index row, int rows, Index key, int keys, Map&& map) {
   with_element(x.element, [&]<class B>(B*) {
     const B* data =
         static_cast<const B*>(x.data) + b * x.strides[0] + h * x.strides[1] + row * x.strides[2] + key * x.strides[3];
     transpose_to_lanes(out, Width, Width, keys, [&](int q, Index k, int n) {
       const B* from = data + std::min(q, rows - 1) * x.strides[2] + k * x.strides[3];
-      if (row + q + ahead.rows < x.sizes[2] && key + k + ahead.keys < x.sizes[3])
-        prefetch(from + ahead.rows * x.strides[2] + ahead.keys * x.strides[3]);
       return map(read_elements<T>(from, x.strides[3], n));
     });
   });
+}
+
+// Rows row .. row + rows and columns key .. key + keys of one batch and head, as far as they are next to each other.
+inline Asked part_of(const Tensor4& x, Index b, Index h, Index row, Index rows, Index key, Index keys) {
+  Asked part;
+  if (x.strides[2] == 0 || x.strides[3] != 1) return part;
+  with_element(x.element, [&]<class B>(B*) {
+    const Index first = b * x.strides[0] + h * x.strides[1] + row * x.strides[2] + key;
+    part.data = reinterpret_cast<const char*>(static_cast<const B*>(x.data) + first);
+    part.stride = x.strides[2] * Index(sizeof(B));
+    part.bytes = std::clamp<Index>(x.sizes[3] - key, 0, keys) * Index(sizeof(B));
+  });
+  part.rows = std::clamp<Index>(x.sizes[2] - row, 0, rows);
+  return part;
 }
 
 // A bias of minus infinity hides its place.
@@ -153,8 +176,11 @@ void find_added(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& p
     tile.added = nearest, tile.added_stride = -1;
     return;
   }
-  if (p.bias.defined())
-    load_block<T, kWidth>(tile.bias, p.bias, site.b, site.h, panel.first, panel.count, key, keys, tile.ahead, scale);
+  if (p.bias.defined()) {
+    load_block<T, kWidth>(tile.bias, p.bias, site.b, site.h, panel.first, panel.count, key, keys, scale);
+    tile.next_bias =
+        part_of(p.bias, site.b, site.h, panel.first + tile.ahead.rows, kWidth, key + tile.ahead.keys, kTileKeys);
+  }
   for (Index n = 0; p.distance.defined() && n < Index(keys) * kWidth; n += kLanes<T>) {
     const Vec<T> x = load(nearest - n / kWidth + n % kWidth);
     store(tile.bias + n, p.bias.defined() ? sum_of_biases<T>(load(tile.bias + n), x) : x);
@@ -287,6 +313,7 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
   const T* k = site.k + key * p.k.row_stride;
   each_row_tile<kTileRows<NV>>(span.keys, [&](auto rows, Index r) {
     const Index first = span.key + r;
+    for (int i = 0; adds && i < rows; ++i) tile.next_bias.row(first + i);
     Accumulators<T, rows, NV> acc{};  // not the bias: a far one would round every term of the sum
     multiply_rows<T, rows, NV>(acc, k + first * p.k.row_stride, p.k.row_stride, panel.q_t + lane, kWidth, p.width);
     each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) {
@@ -309,11 +336,13 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
   const Vec<T> factor = splat(p.query_factor());
   multiply_pairs<false>(tile.s + first, kWidth, {site.k + (key + span.key) * p.k.row_stride, p.k.row_stride},
                         {panel.q_t + 2 * lane, 2 * kWidth}, span.keys, NV, p.width);
-  for (Index n = first; n < first + span.keys * kWidth; n += kWidth)
+  for (Index n = first; n < first + span.keys * kWidth; n += kWidth) {
+    if (adds) tile.next_bias.row(n / kWidth);
     for (int v = 0; v < NV * kStep; v += kStep) {
       const Vec<T> x = uncontracted(factor * load(tile.s + n + v));
       use(adds ? x + load(tile.template added_at<kWidth>(n + v)) : x, n + v, v / kStep);
     }
+  }
 }
 
 // The scores of one span of a tile whose cover is known.
@@ -340,7 +369,7 @@ inline __attribute__((always_inline)) void span_weights(const ScoreTile<T>& tile
   const auto weigh = [&](Vec<T> score, Index n, int v) {
     Vec<T> x = exponent(score, n, v);
     if (visible) x = load_lanes<T>(visible + n) ? x : splat(-kInfinity<T>);
-    const Vec<T> p = exp2<T>(x);
+    const Vec<T> p = exp2<T, E>(x);
     store(tile.s + n, p);
     use(p, v);
   };

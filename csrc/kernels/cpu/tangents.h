@@ -82,7 +82,7 @@ void compute_tangents(const TangentTile<T>& dot, const ScoreTile<T>& tile, const
                       const Tangents<T>& along, const T* q_dot_t, Index key, int keys) {
   if (dot.bias)
     load_block<T, Panel<T>::kWidth>(dot.bias, along.bias, site.b, site.h, panel.first, panel.count, key, keys,
-                                    tile.ahead, [](Vec<T> x) { return x; });
+                                    [](Vec<T> x) { return x; });
   if (dot.by_distance)
     load_by_distance(dot.by_distance, along.distance, site, panel, key, keys, [](Vec<T> x) { return x; });
   each_span(tile, [&](auto vectors, const Span& span) {

@@ -145,17 +145,20 @@ inline Vec<T> scale_by_power(Vec<T> mantissa, Vec<T>, Vec<T> shifted, Vec<T> x, 
   return x < splat(low) ? Vec<T>{} : y;
 }
 
-// x - floor(x) and mantissa * 2^floor(x), the latter 0 where x < low, for sections that have both as instructions.
+// x - floor(x) and mantissa * 2^floor(x), for sections that have both as instructions.
 template <class T>
 constexpr bool kFloors = false;
 template <class T>
 Vec<T> fraction(Vec<T> x);
 template <class T>
-Vec<T> scale_by_floor(Vec<T> mantissa, Vec<T> x, T low);
+Vec<T> scale_by_floor(Vec<T> mantissa, Vec<T> x);
 
-// Into the outer caches; any address will do.
+// Into the outer caches, or into the first one too; any address will do. The empty statement is an effect: g++ drops the
+// calls of a function that has none, and a prefetch does not count.
+template <bool ToFirst = false>
 inline void prefetch(const void* p) {
-  __builtin_prefetch(p, /*write=*/0, /*locality=*/2);
+  __builtin_prefetch(p, /*write=*/0, /*locality=*/ToFirst ? 3 : 2);
+  asm volatile("");
 }
 
 // Only the first n elements are read or written; the other lanes are zero.
@@ -323,8 +326,8 @@ inline Vec<float> fraction<float>(Vec<float> x) {
   return _mm512_maskz_reduce_ps(0xffff, x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 template <>
-inline Vec<float> scale_by_floor<float>(Vec<float> mantissa, Vec<float> x, float low) {
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(low), _CMP_NLT_UQ), mantissa, x);
+inline Vec<float> scale_by_floor<float>(Vec<float> mantissa, Vec<float> x) {
+  return _mm512_maskz_scalef_ps(0xffff, mantissa, x);
 }
 #elif defined(__AVX2__)
 inline Vec<float> max(Vec<float> a, Vec<float> b) {

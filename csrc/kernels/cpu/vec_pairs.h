@@ -163,7 +163,9 @@ inline void multiply_tiles_by_few(float* out, Index ldo, const BFloat16* a, Inde
   if (two) _tile_loadd(6, second, b_bytes);
   if constexpr (Columns > 1)
     if (two) _tile_loadd(7, second + 32, b_bytes);
-  for (Index r = 0; r < tiles; ++r, out += kPairRows * ldo, a += kPairRows * lda) {
+  _tile_loadd(2, a, a_bytes);
+  if (two) _tile_loadd(3, a + kPairDepth, a_bytes);
+  for (Index r = 1; r <= tiles; ++r, out += kPairRows * ldo) {
     if (add) {
       _tile_loadd(0, out, out_bytes);
       if constexpr (Columns > 1) _tile_loadd(1, out + 16, out_bytes);
@@ -171,13 +173,14 @@ inline void multiply_tiles_by_few(float* out, Index ldo, const BFloat16* a, Inde
       _tile_zero(0);
       _tile_zero(1);
     }
-    _tile_loadd(2, a, a_bytes);
+    a += kPairRows * lda;
     _tile_dpbf16ps(0, 2, 4);
     if constexpr (Columns > 1) _tile_dpbf16ps(1, 2, 5);
+    if (r < tiles) _tile_loadd(2, a, a_bytes);  // before the sums are stored
     if (two) {
-      _tile_loadd(3, a + kPairDepth, a_bytes);
       _tile_dpbf16ps(0, 3, 6);
       if constexpr (Columns > 1) _tile_dpbf16ps(1, 3, 7);
+      if (r < tiles) _tile_loadd(3, a + kPairDepth, a_bytes);
     }
     _tile_stored(0, out, out_bytes);
     if constexpr (Columns > 1) _tile_stored(1, out + 16, out_bytes);
