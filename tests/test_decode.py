@@ -1,19 +1,21 @@
 """Few query rows over many keys: every mask and option against float64, edges of chunks, threads, what is not read."""
 
 import itertools
+import re
+import subprocess
 
 import cases
 import pytest
 import torch
 from compare import OUTPUT, assert_close
-from processes import run_alone
+from processes import ROOT, run_alone
 from torch import Tensor
 
 import attention_ops
 from attention_ops import masks, reference
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-KEYS = [1, 2, 63, 64, 65, 511, 512, 513, 1025, 5000]
+KEYS = [1, 2, 63, 64, 65, 511, 512, 513, 1025, 5000, 8193]
 ROWS = [(group, queries) for group in range(1, 9) for queries in (1, 2, 3, 5, 8, 16) if group * queries <= 16]
 MASKS = [*cases.KINDS, "causal&padding", "window|dilated&causal", "nothing"]
 
@@ -206,3 +208,14 @@ def test_keys_of_half_types_are_not_copied():
         print(memory("VmHWM") - before)
     """
     assert float(run_alone(code)) < 16
+
+
+def test_prefetches_are_compiled():
+    """g++ drops the calls of a function that it takes for one without effects."""
+    source = """#include "kernels/cpu/decode_products.h"
+    namespace attention_ops {
+    template void add_values<8>(float*, const float*, const float*, const StoredRows<float>&, int, Index, RowsAhead);
+    }"""
+    command = ["g++", "-std=c++20", "-O3", "-Wno-psabi", f"-I{ROOT / 'csrc'}", "-S", "-x", "c++", "-", "-o", "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=True)
+    assert re.search("prefetch|prfm", done.stdout)

@@ -1,7 +1,7 @@
 // Forward where few rows see many keys, as in decoding, and reading k and v is the limit. All rows of a key head are
 // worked on together, as many at a time as fill a vector, so that k and v are read once for those. Keys are cut into
 // chunks, each a task that gives m, l and o of its keys (attention_forward.h); then m = max m_c, l = sum 2^(m_c - m)
-// l_c, o = sum 2^(m_c - m) o_c / l in the chunks' order. Chunks depend on nothing but their length, so results do not
+// l_c, o = sum 2^(m_c - m) o_c / l in the chunks' order. Chunks depend on the number of keys alone, so results do not
 // depend on the number of threads.
 #pragma once
 #include <vector>
@@ -12,7 +12,8 @@
 
 namespace attention_ops {
 
-constexpr Index kChunkKeys = 512;
+constexpr Index kLeastChunk = 512;  // keys
+constexpr Index kMostChunks = 16;   // of a head
 
 // One row of a panel.
 template <class T>
@@ -36,7 +37,8 @@ class AttentionDecode {
         v_(v),
         result_(result),
         rows_(problem.group() * problem.queries),
-        chunks_((problem.keys + kChunkKeys - 1) / kChunkKeys),
+        chunk_(std::max(kLeastChunk, round_up((problem.keys + kMostChunks - 1) / kMostChunks, kTileKeys))),
+        chunks_((problem.keys + chunk_ - 1) / chunk_),
         parts_(size_t(tasks() * rows_ * part_size())) {}
 
   // As if an element of k or v that is read cost so many multiplications with it.
@@ -127,7 +129,7 @@ class AttentionDecode {
   const Problem<T>& p_;
   Matrices<const E> k_, v_;
   ForwardResult<T> result_;
-  Index rows_, chunks_;
+  Index rows_, chunk_, chunks_;   // keys of a chunk, chunks of a head
   mutable std::vector<T> parts_;  // [tasks, rows, part size]
 };
 
@@ -141,7 +143,7 @@ void AttentionDecode<E>::run_panel(Scratch& w, Index task, Index first, int coun
   load_queries<R>(w, rows);
   std::fill_n(w.o, R * padded(p_.value_width), T(0));
   Sums sums;
-  const Index start = task % chunks_ * kChunkKeys, end = std::min(start + kChunkKeys, p_.keys);
+  const Index start = task % chunks_ * chunk_, end = std::min(start + chunk_, p_.keys);
   const Cover whole = cover(rows, start, end - start);
   for (Index key = start; key < end && whole != Cover::none; key += kTileKeys) {
     const int keys = int(std::min<Index>(kTileKeys, end - key));
@@ -228,8 +230,9 @@ void AttentionDecode<E>::fill_kept(Scratch& w, const Rows& rows, Index key) cons
 template <class E>
 template <int R>
 void AttentionDecode<E>::compute_scores(Scratch& w, const StoredRows<E>& k, int keys) const {
+  RowsAhead ahead(StoredRows<E>{k.at(kTileKeys, 0), k.stride}, p_.width);
   for (int key = 0; key < keys; key += kBlockKeys) {
-    pack_keys<E>(w.k_block, {k.at(key, 0), k.stride}, std::min(kBlockKeys, keys - key), p_.width);
+    pack_keys<E>(w.k_block, {k.at(key, 0), k.stride}, std::min(kBlockKeys, keys - key), p_.width, ahead);
     multiply_queries<R>(w.tile.s + key * R, w.q, w.k_block, padded(p_.width) / kStep);
   }
   const Index size = Index(keys) * R, vectors = (size + kStep - 1) / kStep;
@@ -325,7 +328,8 @@ void AttentionDecode<E>::run_tile(Scratch& w, Sums& sums, const Rows& rows, Inde
         w.tile, [&](Index n, int) { store(w.tile.s + n, load_lanes<T>(w.keep + n) ? load(w.tile.s + n) : Vec<T>{}); });
   const StoredRows<E> values = whole_rows(w.v, v, keys);
   if (w.tile.cover == Cover::all || all_finite(values, keys))
-    add_values<R>(w.o, w.alpha, w.tile.s, values, keys, padded(p_.value_width));
+    add_values<R>(w.o, w.alpha, w.tile.s, values, keys, padded(p_.value_width),
+                  RowsAhead(StoredRows<E>{v.at(kTileKeys, 0), v.stride}, p_.value_width));
   else
     add_visible_values<R>(w, int(rows.size()), values, keys);
 }

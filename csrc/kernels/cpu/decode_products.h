@@ -14,16 +14,36 @@ struct StoredRows {
   Index stride;
 
   const E* at(Index row, Index column) const { return data + row * stride + column; }
-  // From a place to the same place of the next tile, which the outer cache is asked for beside each vector that is
-  // read.
-  Index to_next_tile() const { return kTileKeys * stride; }
+};
+
+// Rows that come later, which the outer caches are asked for while this tile is worked on: in the order of memory, and
+// a little with each step, for the processor has few places for lines that it waits for.
+class RowsAhead {
+ public:
+  template <class E>
+  RowsAhead(const StoredRows<E>& rows, Index width)
+      : row_(reinterpret_cast<const char*>(rows.data)), stride_(rows.stride * sizeof(E)), width_(width * sizeof(E)) {}
+
+  void ask(int bytes) {
+    for (due_ += bytes; due_ >= kLine; due_ -= kLine) {
+      prefetch(row_ + column_);
+      column_ += kLine;
+      if (column_ >= width_) column_ = 0, row_ += stride_;
+    }
+  }
+
+ private:
+  static constexpr int kLine = 64;
+  const char* row_;
+  Index stride_, width_, column_ = 0;
+  int due_ = 0;
 };
 
 constexpr int kBlockKeys = std::bit_floor(unsigned(kRegisterRows * kRegisterVectors));
 
 // Keys widened for a product, a block of them: [width / lanes, kBlockKeys, lanes]. Rows are padded with zeros.
 template <class E>
-void pack_keys(Wide<E>* block, StoredRows<E> k, int keys, Index width) {
+void pack_keys(Wide<E>* block, StoredRows<E> k, int keys, Index width, RowsAhead& ahead) {
   using T = Wide<E>;
   constexpr int kStep = kBlockKeys * kLanes<T>;
   const Index rest = width % kElements<E>;
@@ -36,7 +56,7 @@ void pack_keys(Wide<E>* block, StoredRows<E> k, int keys, Index width) {
     const E *from = k.at(key, 0), *end = from + width - rest;
     T* to = block + key * kLanes<T>;
     for (; from < end; from += kElements<E>, to += kWidening<E> * kStep) {
-      prefetch(from + k.to_next_tile());
+      ahead.ask(kVectorBytes);
       put(to, from);
     }
     if (rest == 0) continue;
@@ -66,7 +86,7 @@ void multiply_queries(T* s, const T* q, const T* block, Index vectors) {
 // o[row] = alpha[row] o[row] + sum over the keys of p[key][row] v[key] in N vectors' worth of columns.
 template <int R, int N, class E>
 inline __attribute__((always_inline)) void add_columns(Wide<E>* o, Index ldo, const Wide<E>* alpha, const Wide<E>* p,
-                                                       StoredRows<E> v, Index column, int keys) {
+                                                       StoredRows<E> v, Index column, int keys, RowsAhead& ahead) {
   using T = Wide<E>;
   constexpr int kParts = kWidening<E>;
   Accumulators<T, R, N * kParts> acc;
@@ -75,11 +95,9 @@ inline __attribute__((always_inline)) void add_columns(Wide<E>* o, Index ldo, co
   const E* from = v.at(0, column);
   for (int k = 0; k < keys; ++k, from += v.stride) {
     Vec<T> row[N][kParts];
+    ahead.ask(N * kVectorBytes);
 #pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) {
-      prefetch(from + v.to_next_tile() + n * kElements<E>);
-      load_widened(row[n], from + n * kElements<E>);
-    }
+    for (int n = 0; n < N; ++n) load_widened(row[n], from + n * kElements<E>);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec<T> weight = splat(p[k * R + r]);
@@ -92,10 +110,11 @@ inline __attribute__((always_inline)) void add_columns(Wide<E>* o, Index ldo, co
 
 // The same for `width` columns, a multiple of kElements.
 template <int R, class E>
-void add_values(Wide<E>* o, const Wide<E>* alpha, const Wide<E>* p, const StoredRows<E>& v, int keys, Index width) {
+void add_values(Wide<E>* o, const Wide<E>* alpha, const Wide<E>* p, const StoredRows<E>& v, int keys, Index width,
+                RowsAhead ahead) {
   constexpr int kVectors = std::max(1, kTileRows<R> / kWidening<E>);
   each_row_tile<kVectors>(width / kElements<E>, [&](auto vectors, Index n) {
-    add_columns<R, vectors>(o, width, alpha, p, v, n * kElements<E>, keys);
+    add_columns<R, vectors>(o, width, alpha, p, v, n * kElements<E>, keys, ahead);
   });
 }
 
