@@ -153,8 +153,8 @@ Vec<T> fraction(Vec<T> x);
 template <class T>
 Vec<T> scale_by_floor(Vec<T> mantissa, Vec<T> x);
 
-// Into the outer caches, or into the first one too; any address will do. The empty statement is an effect: g++ drops the
-// calls of a function that has none, and a prefetch does not count.
+// Into the outer caches, or into the first one too; any address will do. The empty statement is an effect: g++ drops
+// the calls of a function that has none, and a prefetch does not count.
 template <bool ToFirst = false>
 inline void prefetch(const void* p) {
   __builtin_prefetch(p, /*write=*/0, /*locality=*/ToFirst ? 3 : 2);
