@@ -211,11 +211,20 @@ def test_keys_of_half_types_are_not_copied():
 
 
 def test_prefetches_are_compiled():
-    """g++ drops the calls of a function that it takes for one without effects."""
-    source = """#include "kernels/cpu/decode_products.h"
-    namespace attention_ops {
-    template void add_values<8>(float*, const float*, const float*, const StoredRows<float>&, int, Index, RowsAhead);
-    }"""
+    """g++ drops the calls of a function that it takes for one without effects, as of one that only prefetches."""
+    source = """#include "kernels/cpu/score.h"
+    using namespace attention_ops;
+    __attribute__((noinline)) void ask(const RowsToAsk& rows, Index row) { rows.ask(row); }
+    void ask_all(const RowsToAsk& rows) { for (Index row = 0; row < rows.rows; ++row) ask(rows, row); }"""
     command = ["g++", "-std=c++20", "-O3", "-Wno-psabi", f"-I{ROOT / 'csrc'}", "-S", "-x", "c++", "-", "-o", "-"]
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=True)
-    assert re.search("prefetch|prfm", done.stdout)
+    assert re.search(r"\b(?:prefetch|prfm)", done.stdout)
+    assert re.search(r"\b(?:call|jmp|bl?)\s+_Z3ask", done.stdout)
+
+
+def test_sums_do_not_drift_over_many_keys():
+    """A sum of rounded terms, one key after the other, would be wrong by 1e-4."""
+    query, key, value = torch.zeros(1, 8, 1, 16), torch.zeros(1, 1, 300_000, 16), torch.full((1, 1, 300_000, 16), 0.1)
+    torch.testing.assert_close(
+        attention_ops.attention(query, key, value), torch.full_like(query, 0.1), rtol=2e-6, atol=0
+    )

@@ -389,6 +389,7 @@ int run_trials(int rounds) {
 
 int main(int, char** arguments) {
   const int rounds = arguments[1] ? std::atoi(arguments[1]) : 20;
+  [[maybe_unused]] const attention_ops::FlushDenormals here;
 #if defined(__AMX_TILE__)
   if (syscall(SYS_arch_prctl, 0x1023, 18)) return std::puts("the kernel refuses the matrix unit"), 0;
 #endif

@@ -12,8 +12,8 @@
 
 namespace attention_ops {
 
-constexpr Index kLeastChunk = 512;  // keys
-constexpr Index kMostChunks = 16;   // of a head
+// Keys of a chunk: longer ones cost less to begin, but are fewer tasks.
+constexpr Index kLeastChunk = 512, kMostChunk = 2048, kChunks = 16;
 
 // One row of a panel.
 template <class T>
@@ -37,7 +37,7 @@ class AttentionDecode {
         v_(v),
         result_(result),
         rows_(problem.group() * problem.queries),
-        chunk_(std::max(kLeastChunk, round_up((problem.keys + kMostChunks - 1) / kMostChunks, kTileKeys))),
+        chunk_(std::clamp(round_up((problem.keys + kChunks - 1) / kChunks, kTileKeys), kLeastChunk, kMostChunk)),
         chunks_((problem.keys + chunk_ - 1) / chunk_),
         parts_(size_t(tasks() * rows_ * part_size())) {}
 

@@ -224,8 +224,7 @@ class AttentionForward {
                             {w.q_t, 2 * kWidth}, kPairBlockKeys, NV, p_.width);
       const E* next = site.k + (key + block + kPairBlockKeys) * p_.k.row_stride;
       for (int n = 0; n < kPairBlockKeys * kWidth; n += 2 * kWidth, next += 2 * p_.k.row_stride) {
-        for (Index c = 0; c < p_.width; c += kElements<E>)
-          prefetch<true>(next + c), prefetch<true>(next + p_.k.row_stride + c);
+        for (int row = 0; row < 2; ++row) prefetch_row<true>(next + row * p_.k.row_stride, p_.width * sizeof(E));
         for (int v = 0; v < NV * kStep; v += kStep) {
           // Rounded as it is on the other path, not contracted: a row's bits do not depend on its neighbours.
           const auto exponent = [&](const T* x) { return uncontracted(load(x) * factor) - m[v / kStep]; };

@@ -24,19 +24,19 @@ class RowsAhead {
   RowsAhead(const StoredRows<E>& rows, Index width)
       : row_(reinterpret_cast<const char*>(rows.data)), stride_(rows.stride * sizeof(E)), width_(width * sizeof(E)) {}
 
-  void ask(int bytes) {
-    for (due_ += bytes; due_ >= kLine; due_ -= kLine) {
+  // So many bytes more; the end of a row is a line of its own.
+  void ask(Index bytes) {
+    for (due_ += bytes; due_ > 0 && width_ > 0;) {
       prefetch(row_ + column_);
-      column_ += kLine;
-      if (column_ >= width_) column_ = 0, row_ += stride_;
+      const Index line = std::min<Index>(kLine, width_ - column_);
+      due_ -= line, column_ += line;
+      if (column_ == width_) column_ = 0, row_ += stride_;
     }
   }
 
  private:
-  static constexpr int kLine = 64;
   const char* row_;
-  Index stride_, width_, column_ = 0;
-  int due_ = 0;
+  Index stride_, width_, column_ = 0, due_ = 0;
 };
 
 constexpr int kBlockKeys = std::bit_floor(unsigned(kRegisterRows * kRegisterVectors));
@@ -62,6 +62,7 @@ void pack_keys(Wide<E>* block, StoredRows<E> k, int keys, Index width, RowsAhead
     if (rest == 0) continue;
     E padded[kElements<E>]{};
     std::copy_n(from, rest, padded);
+    ahead.ask(rest * Index(sizeof(E)));
     put(to, padded);
   }
 }
@@ -89,9 +90,7 @@ inline __attribute__((always_inline)) void add_columns(Wide<E>* o, Index ldo, co
                                                        StoredRows<E> v, Index column, int keys, RowsAhead& ahead) {
   using T = Wide<E>;
   constexpr int kParts = kWidening<E>;
-  Accumulators<T, R, N * kParts> acc;
-  each<T, R, N * kParts>(
-      acc, [&](Vec<T>& x, int r, int n) { x = splat(alpha[r]) * load(o + r * ldo + column + n * kLanes<T>); });
+  Accumulators<T, R, N * kParts> acc{};  // of these keys alone: one sum over all keys would drift
   const E* from = v.at(0, column);
   for (int k = 0; k < keys; ++k, from += v.stride) {
     Vec<T> row[N][kParts];
@@ -105,7 +104,10 @@ inline __attribute__((always_inline)) void add_columns(Wide<E>* o, Index ldo, co
       for (int n = 0; n < N * kParts; ++n) acc[r][n] = fma(weight, row[n / kParts][n % kParts], acc[r][n]);
     }
   }
-  each<T, R, N * kParts>(acc, [&](Vec<T>& x, int r, int n) { store(o + r * ldo + column + n * kLanes<T>, x); });
+  each<T, R, N * kParts>(acc, [&](Vec<T>& x, int r, int n) {
+    T* to = o + r * ldo + column + n * kLanes<T>;
+    store(to, fma(splat(alpha[r]), load(to), x));
+  });
 }
 
 // The same for `width` columns, a multiple of kElements.

@@ -32,7 +32,8 @@ struct Exp2Constants<float> {
   // Minimax of 2^f for 0 <= f < 1 (1.5e-7 relative).
   static constexpr std::array<float, 6> floored = {1.877576578e-3f, 8.989338763e-3f, 5.582631752e-2f,
                                                    2.401536256e-1f, 6.931530237e-1f, 9.999999404e-1f};
-  // A term shorter, and exact at 0 (2.9e-6 relative): for what products take rounded to eight bits.
+  // A term shorter, and exact at 0 (2.9e-6 relative, and so much at most in lse): for what products take rounded to
+  // eight bits.
   static constexpr std::array<float, 5> short_floored = {1.342668427e-2f, 5.224247422e-2f, 2.412802048e-1f,
                                                          6.930448449e-1f, 1};
   static constexpr std::array<float, 7> exact = exp2_series<float, 7>();
@@ -64,7 +65,8 @@ inline Exp2Parts<T> split_exp2(Vec<T> x, const std::array<T, N>& polynomial) {
   return {n, shifted, evaluate<T>(polynomial, f) * f};
 }
 
-// 0 below the smallest normal number, NaN through. E: the elements of the products that it is for.
+// 0 below the smallest normal number (where results are flushed), NaN through. E: the elements of the products that it
+// is for.
 template <class T, class E = T>
 inline Vec<T> exp2(Vec<T> x) {
   using C = Exp2Constants<T>;

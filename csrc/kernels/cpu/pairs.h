@@ -63,6 +63,7 @@ inline void multiply_pairs(float* out, Index ldo, PiecedRows a, PaddedRows<BFloa
                            Index count) {
   static_assert(2 * kPairDepth <= PiecedRows::kPiece);  // so few terms are in one piece
   const Index units = round_up(rows, kPairRows) / kPairRows;
+  if (units == 0) return;  // products below read their first row before they ask
   count = round_up(count, kPairDepth);
   each_row_tile<kPairBlockVectors>(vectors, [&](auto columns, Index v) {
     float* to = out + v * kLanes<float>;

@@ -34,7 +34,7 @@ void count_rows(const RowNorm<T>& norm, ScoreTile<T>& tile, const Site<T, E>& si
     each_vector<T, Panel<T, E>::kWidth>(tile, [&](Index n, int lane) {
       const int v = lane / kLanes<T>;
       const Vec<T> s = load(tile.s + n), top = max(s, m[v]), base = top == splat(-kInfinity<T>) ? Vec<T>{} : top;
-      l[v] = fma(l[v], rescale<T>(m[v], base), exp2<T>(s - base));
+      l[v] = fma(l[v], rescale<T>(m[v], base), exp2<T, E>(s - base));
       m[v] = top;
     });
   }

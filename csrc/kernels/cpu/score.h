@@ -19,15 +19,14 @@ struct Ahead {
   Index rows = 0, keys = kTileKeys;
 };
 
-// A tile's part of a dense tensor, to be asked for row by row: its rows lie in pages of their own, too far apart for
-// the processor to foresee.
-struct Asked {
+// A part of a dense tensor, to be asked for row by row: its rows lie in pages of their own, too far apart for the
+// processor to foresee.
+struct RowsToAsk {
   const char* data = nullptr;
   Index stride = 0, bytes = 0, rows = 0;
 
-  void row(Index n) const {
-    if (n < rows)
-      for (Index byte = 0; byte < bytes; byte += 64) prefetch(data + n * stride + byte);
+  void ask(Index row) const {
+    if (row < rows) prefetch_row(data + row * stride, bytes);
   }
 };
 
@@ -45,7 +44,7 @@ struct ScoreTile {
   LaneInt<T>* visible = nullptr;  // valid within the spans where the tile's cover is `some`
   LaneInt<T>* spare = nullptr;
   Ahead ahead;
-  Asked next_bias;  // of the tile ahead, asked for between products: all at once they would hold up what is read now
+  RowsToAsk next_bias;  // of the tile ahead; a row with each key's products: all at once hold up what is read now
   Cover cover = Cover::none;
   int number_of_spans = 0;
   Span spans[kTileKeys / kSpanKeys];
@@ -112,17 +111,16 @@ void load_block(T* out, const Tensor4& x, Index b, Index h, Index row, int rows,
   });
 }
 
-// Rows row .. row + rows and columns key .. key + keys of one batch and head, as far as they are next to each other.
-inline Asked part_of(const Tensor4& x, Index b, Index h, Index row, Index rows, Index key, Index keys) {
-  Asked part;
-  if (x.strides[2] == 0 || x.strides[3] != 1) return part;
+// Rows row .. row + rows and columns key .. key + keys of one batch and head, as far as there are any; none where rows
+// repeat or columns lie apart.
+inline RowsToAsk part_of(const Tensor4& x, Index b, Index h, Index row, Index rows, Index key, Index keys) {
+  rows = std::min(rows, x.sizes[2] - row), keys = std::min(keys, x.sizes[3] - key);
+  RowsToAsk part;
+  if (rows <= 0 || keys <= 0 || x.strides[2] == 0 || x.strides[3] != 1) return part;
   with_element(x.element, [&]<class B>(B*) {
-    const Index first = b * x.strides[0] + h * x.strides[1] + row * x.strides[2] + key;
-    part.data = reinterpret_cast<const char*>(static_cast<const B*>(x.data) + first);
-    part.stride = x.strides[2] * Index(sizeof(B));
-    part.bytes = std::clamp<Index>(x.sizes[3] - key, 0, keys) * Index(sizeof(B));
+    const B* first = static_cast<const B*>(x.data) + b * x.strides[0] + h * x.strides[1] + row * x.strides[2] + key;
+    part = {reinterpret_cast<const char*>(first), x.strides[2] * Index(sizeof(B)), keys * Index(sizeof(B)), rows};
   });
-  part.rows = std::clamp<Index>(x.sizes[2] - row, 0, rows);
   return part;
 }
 
@@ -313,7 +311,8 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
   const T* k = site.k + key * p.k.row_stride;
   each_row_tile<kTileRows<NV>>(span.keys, [&](auto rows, Index r) {
     const Index first = span.key + r;
-    for (int i = 0; adds && i < rows; ++i) tile.next_bias.row(first + i);
+    if (tile.added)
+      for (int i = 0; i < rows; ++i) tile.next_bias.ask(first + i);
     Accumulators<T, rows, NV> acc{};  // not the bias: a far one would round every term of the sum
     multiply_rows<T, rows, NV>(acc, k + first * p.k.row_stride, p.k.row_stride, panel.q_t + lane, kWidth, p.width);
     each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) {
@@ -337,7 +336,7 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
   multiply_pairs<false>(tile.s + first, kWidth, {site.k + (key + span.key) * p.k.row_stride, p.k.row_stride},
                         {panel.q_t + 2 * lane, 2 * kWidth}, span.keys, NV, p.width);
   for (Index n = first; n < first + span.keys * kWidth; n += kWidth) {
-    if (adds) tile.next_bias.row(n / kWidth);
+    if (tile.added) tile.next_bias.ask(n / kWidth);
     for (int v = 0; v < NV * kStep; v += kStep) {
       const Vec<T> x = uncontracted(factor * load(tile.s + n + v));
       use(adds ? x + load(tile.template added_at<kWidth>(n + v)) : x, n + v, v / kStep);

@@ -31,8 +31,8 @@ constexpr int kVectorBytes = 16;
 constexpr int kRegisterRows = 4, kRegisterVectors = 3;
 #endif
 
-// As long as it lives, numbers below the normal range are zero in this thread's arithmetic. A product of one costs as
-// much as a hundred others on x86, and what is lost is smaller than the smallest normal number.
+// As long as it lives, numbers below the normal range are zero in this thread's arithmetic; every kernel runs so. A
+// product of one costs as much as a hundred others on x86, and what is lost is smaller than the smallest normal number.
 class FlushDenormals {
 #if defined(__SSE2__)
  public:
@@ -155,10 +155,15 @@ Vec<T> scale_by_floor(Vec<T> mantissa, Vec<T> x);
 
 // Into the outer caches, or into the first one too; any address will do. The empty statement is an effect: g++ drops
 // the calls of a function that has none, and a prefetch does not count.
+constexpr int kLine = 64;  // bytes of a cache line
 template <bool ToFirst = false>
 inline void prefetch(const void* p) {
   __builtin_prefetch(p, /*write=*/0, /*locality=*/ToFirst ? 3 : 2);
   asm volatile("");
+}
+template <bool ToFirst = false>
+inline void prefetch_row(const void* p, Index bytes) {
+  for (Index byte = 0; byte < bytes; byte += kLine) prefetch<ToFirst>(static_cast<const char*>(p) + byte);
 }
 
 // Only the first n elements are read or written; the other lanes are zero.
@@ -311,13 +316,14 @@ inline Vec<float> max(Vec<float> a, Vec<float> b) {
 inline Vec<double> max(Vec<double> a, Vec<double> b) {
   return _mm512_maskz_max_pd(0xff, a, b);
 }
+// Below the normal range it is the flush of results that makes 0.
 template <>
-inline Vec<float> scale_by_power<float>(Vec<float> mantissa, Vec<float> n, Vec<float>, Vec<float> x, float low) {
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(low), _CMP_NLT_UQ), mantissa, n);
+inline Vec<float> scale_by_power<float>(Vec<float> mantissa, Vec<float> n, Vec<float>, Vec<float>, float) {
+  return _mm512_maskz_scalef_ps(0xffff, mantissa, n);
 }
 template <>
-inline Vec<double> scale_by_power<double>(Vec<double> mantissa, Vec<double> n, Vec<double>, Vec<double> x, double low) {
-  return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, splat(low), _CMP_NLT_UQ), mantissa, n);
+inline Vec<double> scale_by_power<double>(Vec<double> mantissa, Vec<double> n, Vec<double>, Vec<double>, double) {
+  return _mm512_maskz_scalef_pd(0xff, mantissa, n);
 }
 template <>
 inline constexpr bool kFloors<float> = true;

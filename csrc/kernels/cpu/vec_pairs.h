@@ -150,7 +150,7 @@ inline void multiply_tiles(float* out, Index ldo, const PiecedRows& a, const BFl
   if constexpr (Rows > 1 && Columns > 1) _tile_stored(3, below + 16, out_bytes);
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
-// The same for any number of tiles of rows, whose sums are of one or two units of terms (`two`): all tiles of b then
+// The same for one tile of rows or more, whose sums are of one or two units of terms (`two`): all tiles of b then
 // stay in registers.
 template <int Columns>
 inline void multiply_tiles_by_few(float* out, Index ldo, const BFloat16* a, Index lda, const BFloat16* b, Index ldb,
@@ -165,7 +165,9 @@ inline void multiply_tiles_by_few(float* out, Index ldo, const BFloat16* a, Inde
     if (two) _tile_loadd(7, second + 32, b_bytes);
   _tile_loadd(2, a, a_bytes);
   if (two) _tile_loadd(3, a + kPairDepth, a_bytes);
-  for (Index r = 1; r <= tiles; ++r, out += kPairRows * ldo) {
+  for (Index r = 0; r < tiles; ++r, out += kPairRows * ldo) {
+    const bool more = r + 1 < tiles;  // whose tiles are loaded before these sums are stored
+    a += kPairRows * lda;
     if (add) {
       _tile_loadd(0, out, out_bytes);
       if constexpr (Columns > 1) _tile_loadd(1, out + 16, out_bytes);
@@ -173,14 +175,13 @@ inline void multiply_tiles_by_few(float* out, Index ldo, const BFloat16* a, Inde
       _tile_zero(0);
       _tile_zero(1);
     }
-    a += kPairRows * lda;
     _tile_dpbf16ps(0, 2, 4);
     if constexpr (Columns > 1) _tile_dpbf16ps(1, 2, 5);
-    if (r < tiles) _tile_loadd(2, a, a_bytes);  // before the sums are stored
+    if (more) _tile_loadd(2, a, a_bytes);
     if (two) {
       _tile_dpbf16ps(0, 3, 6);
       if constexpr (Columns > 1) _tile_dpbf16ps(1, 3, 7);
-      if (r < tiles) _tile_loadd(3, a + kPairDepth, a_bytes);
+      if (more) _tile_loadd(3, a + kPairDepth, a_bytes);
     }
     _tile_stored(0, out, out_bytes);
     if constexpr (Columns > 1) _tile_stored(1, out + 16, out_bytes);
