@@ -145,6 +145,16 @@ def check_hidden(group: int, poison: float, dtype: torch.dtype, device: str = "c
     assert not half[:, :, 1].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_hidden_value_in_a_later_tile_may_hold_anything(dtype):
+    query, key, value = (torch.randn(1, heads, n, 20).to(dtype) for heads, n in ((4, 1), (2, 200), (2, 200)))
+    mask = torch.ones(1, 1, 1, 200, dtype=torch.bool)
+    mask[..., 100] = False
+    clean = attention_ops.attention(query, key, value, mask=mask)
+    value[:, :, 100] = torch.nan
+    assert torch.equal(attention_ops.attention(query, key, value, mask=mask), clean)
+
+
 def test_rows_that_see_nothing():
     query, key = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 600, 8)
     out, lse = attention_ops.attention(query, key, key, mask=masks.padding(torch.tensor([0, 600])), return_lse=True)

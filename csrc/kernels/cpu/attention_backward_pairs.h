@@ -30,7 +30,7 @@ bool AttentionBackward<T, E>::run_plain_pairs(const Work& work, Block& block, Sc
         Vec<T> both[2];
         for (int i = 0; i < 2; ++i) {
           const Index from = (n + i) * kWidth + lane, to = (key + n + i) * kPendingLanes + lane;
-          const Vec<T> weight = exp2<T, E>(norm.log2_weight(uncontracted(factor * load(s + from)), lane));
+          const Vec<T> weight = exp2<T, E>(norm.log2_weight(factor * load(s + from), lane));
           both[i] = weight * (load(dp + from) - load(delta + lane));
           write_elements(p + to, weight, kStep);
           write_elements(ds + to, both[i], kStep);

@@ -268,18 +268,18 @@ void AttentionDecode<E>::update_softmax(Scratch& w, Sums& sums) const {
   sums.m = top, sums.l = fma(alpha, sums.l, sum);
 }
 
-// o := alpha o + p v without touching the values that a row does not see.
+// o := alpha o + p v, to the bit as add_values has it, without touching the values that a row does not see.
 template <class E>
 template <int R>
 void AttentionDecode<E>::add_visible_values(const Scratch& w, int rows, const StoredRows<E>& v, int keys) const {
   const Index width = padded(p_.value_width);
-  for (int r = 0; r < rows; ++r) {
-    T* o = w.o + r * width;
-    for (Index n = 0; n < width; ++n) o[n] *= w.alpha[r];
-    for (int k = 0; k < keys; ++k)
-      if (w.tile.visible[k * R + r])
-        for (Index n = 0; n < width; ++n) o[n] += w.tile.s[k * R + r] * T(*v.at(k, column_at(n)));
-  }
+  for (int r = 0; r < rows; ++r)
+    for (Index n = 0; n < width; ++n) {
+      T sum = 0, &o = w.o[r * width + n];
+      for (int k = 0; k < keys; ++k)
+        if (w.tile.visible[k * R + r]) sum = fma(w.tile.s[k * R + r], T(*v.at(k, column_at(n))), sum);
+      o = fma(w.alpha[r], o, sum);
+    }
 }
 
 template <class E>
@@ -329,7 +329,7 @@ void AttentionDecode<E>::run_tile(Scratch& w, Sums& sums, const Rows& rows, Inde
   const StoredRows<E> values = whole_rows(w.v, v, keys);
   if (w.tile.cover == Cover::all || all_finite(values, keys))
     add_values<R>(w.o, w.alpha, w.tile.s, values, keys, padded(p_.value_width),
-                  RowsAhead(StoredRows<E>{v.at(kTileKeys, 0), v.stride}, p_.value_width));
+                  RowsAhead(StoredRows<E>{v.at(kTileKeys, 0), v.stride}, padded(p_.value_width)));
   else
     add_visible_values<R>(w, int(rows.size()), values, keys);
 }

@@ -226,8 +226,8 @@ class AttentionForward {
       for (int n = 0; n < kPairBlockKeys * kWidth; n += 2 * kWidth, next += 2 * p_.k.row_stride) {
         for (int row = 0; row < 2; ++row) prefetch_row<true>(next + row * p_.k.row_stride, p_.width * sizeof(E));
         for (int v = 0; v < NV * kStep; v += kStep) {
-          // Rounded as it is on the other path, not contracted: a row's bits do not depend on its neighbours.
-          const auto exponent = [&](const T* x) { return uncontracted(load(x) * factor) - m[v / kStep]; };
+          // Rounded as it is on the other path: a row's bits do not depend on its neighbours.
+          const auto exponent = [&](const T* x) { return load(x) * factor - m[v / kStep]; };
           const Vec<T> first = exp2<T, E>(exponent(s + n + v)), second = exp2<T, E>(exponent(s + n + kWidth + v));
           store_pairs(rounded + n + 2 * v, round_pairs(first, second));
           sum[v / kStep] += first, sum[v / kStep] += second;  // in the order of the other path

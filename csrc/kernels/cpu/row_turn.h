@@ -39,16 +39,15 @@ struct RowTurn {
           const int count = std::min(kLanes<T>, 2 * n - first);
           const Vec<T> own = read_elements<T>(x + d * step, step, count),
                        sines_of_both = twice(sine, first) * load(kAlternating.data());
-          write_elements(out + d, fma(own, twice(cosine, first), uncontracted(swap_neighbours(own) * sines_of_both)),
-                         count);
+          write_elements(out + d, fma(own, twice(cosine, first), swap_neighbours(own) * sines_of_both), count);
         }
       });
     else
       each_piece<T>(pairs, [&](Index d, int n) {
         const Vec<T> a = read_elements<T>(x + d * step, step, n), b = read_elements<T>(x + (pairs + d) * step, step, n);
         const Vec<T> cosine = read_elements<T>(cosines + d, 1, n), sine = read_elements<T>(sines + d, 1, n) * sign;
-        write_elements(out + d, fma(a, cosine, uncontracted(b * -sine)), n);
-        write_elements(out + pairs + d, fma(b, cosine, uncontracted(a * sine)), n);
+        write_elements(out + d, fma(a, cosine, b * -sine), n);
+        write_elements(out + pairs + d, fma(b, cosine, a * sine), n);
       });
   }
   // Each lane twice: the part of the result that begins with its lane `first`.

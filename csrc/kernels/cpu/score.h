@@ -338,7 +338,7 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
   for (Index n = first; n < first + span.keys * kWidth; n += kWidth) {
     if (tile.added) tile.next_bias.ask(n / kWidth);
     for (int v = 0; v < NV * kStep; v += kStep) {
-      const Vec<T> x = uncontracted(factor * load(tile.s + n + v));
+      const Vec<T> x = factor * load(tile.s + n + v);
       use(adds ? x + load(tile.template added_at<kWidth>(n + v)) : x, n + v, v / kStep);
     }
   }

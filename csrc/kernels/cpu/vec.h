@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -106,25 +107,14 @@ inline LongWords multiply_lower(LongWords x, uint32_t m) {
 template <class T>
 constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
-// a * b + c, contracted to one instruction where there is one.
+// a * b + c, rounded once where there is an instruction for it. Products and sums that are written apart stay apart
+// (setup.py): which bits come out does not depend on what a compiler joins where.
 template <class V>
 inline V fma(V a, V b, V c) {
-  return a * b + c;
-}
-
-// x as it is: what made it is never contracted with what takes it.
-template <class V>
-inline V uncontracted(V x) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(x));
-#elif defined(__SSE2__)
-  asm("" : "+x"(x));
-#elif defined(__ARM_NEON)
-  asm("" : "+w"(x));
-#else
-  asm("" : "+m"(x));
+#if defined(__FP_FAST_FMA)
+  if constexpr (std::is_floating_point_v<V>) return std::fma(a, b, c);
 #endif
-  return x;
+  return a * b + c;
 }
 
 // The larger; b where either is NaN.
@@ -310,6 +300,12 @@ inline bool any(Ints<double> x) {
 #endif
 
 #if defined(__AVX512F__)  // maskz: g++ 12 warns of its own header in the plain form
+inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+inline Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
+  return _mm512_fmadd_pd(a, b, c);
+}
 inline Vec<float> max(Vec<float> a, Vec<float> b) {
   return _mm512_maskz_max_ps(0xffff, a, b);
 }
@@ -336,11 +332,24 @@ inline Vec<float> scale_by_floor<float>(Vec<float> mantissa, Vec<float> x) {
   return _mm512_maskz_scalef_ps(0xffff, mantissa, x);
 }
 #elif defined(__AVX2__)
+inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
+inline Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
+  return _mm256_fmadd_pd(a, b, c);
+}
 inline Vec<float> max(Vec<float> a, Vec<float> b) {
   return _mm256_max_ps(a, b);
 }
 inline Vec<double> max(Vec<double> a, Vec<double> b) {
   return _mm256_max_pd(a, b);
+}
+#elif defined(__ARM_NEON)
+inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
+  return vfmaq_f32(c, a, b);
+}
+inline Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
+  return vfmaq_f64(c, a, b);
 }
 #endif
 
