@@ -226,6 +226,24 @@ def test_lse_of_an_empty_row_is_the_sink():
     assert torch.allclose(sinks.grad, torch.full((2,), 3.0))
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("keys", [1056, 1057])
+def test_gradient_of_a_bias_larger_than_the_caches(keys, batch, dtype):
+    """All heads' goes past the caches where its rows are whole lines, and that of one head does not."""
+    query, grad_out = torch.randn(2, batch, 6, 1008, 8).to(dtype)
+    key, value = torch.randn(2, batch, 6, keys, 8).to(dtype)
+    bias = torch.randn(1, 6, 1008, keys).to(dtype)
+
+    def gradient(heads: slice) -> Tensor:
+        given = bias[:, heads].clone().requires_grad_()
+        out = attention_ops.attention(query[:, heads], key[:, heads], value[:, heads], bias=given, mask="causal")
+        return torch.autograd.grad(out, given, grad_out[:, heads])[0]
+
+    assert torch.equal(gradient(slice(6)), torch.cat([gradient(slice(h, h + 1)) for h in range(6)], 1))
+
+
 def test_float32_bias_with_half_inputs_gets_a_float32_gradient():
     query = torch.randn(1, 2, 5, 8, dtype=torch.bfloat16)
     bias = torch.randn(1, 1, 5, 5, requires_grad=True)

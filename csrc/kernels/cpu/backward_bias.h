@@ -12,7 +12,12 @@ class BackwardBias {
  public:
   template <class E>
   BackwardBias(const Problem<T, E>& p, const BackwardResult<T, E>& r, const BackwardPlan& plan)
-      : grad_(r.grad_bias), plan_(plan), group_(p.group()), queries_(p.queries), is_direct_(is_one_of_each(p)) {}
+      : grad_(r.grad_bias),
+        plan_(plan),
+        group_(p.group()),
+        queries_(p.queries),
+        is_direct_(is_one_of_each(p)),
+        is_streamed_(is_large_and_even()) {}
 
   bool on() const { return grad_.defined(); }
   void use_sums(T* sums) { sums_ = sums; }
@@ -37,18 +42,8 @@ class BackwardBias {
 
   // Writes what batch b and the heads from h on have gathered for keys key .. key + keys.
   void write(const T* scratch, Index key_group, Index query_group, Index b, Index h, Index key, int keys) const {
-    if (!gathers_blocks()) return;
-    for (Index slice = 0; slice < slices(); ++slice) {
-      const T* from = scratch + slice * slice_size();
-      const Index bias_batch = grad_.sizes[0] == 1 ? 0 : b, bias_head = grad_.sizes[1] == 1 ? 0 : h + slice;
-      if (sums_)
-        add_sums(from,
-                 (key_group * plan_.query_groups() + query_group) * total() +
-                     (bias_batch * grad_.sizes[1] + bias_head) * grad_.sizes[2] * grad_.sizes[3],
-                 query_group, key, keys);
-      else
-        write_block(from, query_group, bias_batch, bias_head, key, keys);
-    }
+    if (gathers_blocks()) write_sums(scratch, key_group, query_group, b, h, key, keys);
+    if (is_streamed_) end_streams();
   }
 
   // grad_bias = sum of the partial sums of all groups
@@ -68,6 +63,20 @@ class BackwardBias {
   }
 
  private:
+  void write_sums(const T* scratch, Index key_group, Index query_group, Index b, Index h, Index key, int keys) const {
+    for (Index slice = 0; slice < slices(); ++slice) {
+      const T* from = scratch + slice * slice_size();
+      const Index bias_batch = grad_.sizes[0] == 1 ? 0 : b, bias_head = grad_.sizes[1] == 1 ? 0 : h + slice;
+      if (sums_)
+        add_sums(from,
+                 (key_group * plan_.query_groups() + query_group) * total() +
+                     (bias_batch * grad_.sizes[1] + bias_head) * grad_.sizes[2] * grad_.sizes[3],
+                 query_group, key, keys);
+      else
+        write_block(from, query_group, bias_batch, bias_head, key, keys);
+    }
+  }
+
   bool sums_queries() const { return grad_.sizes[2] == 1; }
   bool sums_keys() const { return grad_.sizes[3] == 1; }
   Index slices() const { return grad_.sizes[1] == 1 ? 1 : group_; }
@@ -86,6 +95,18 @@ class BackwardBias {
   bool is_one_of_each(const Problem<T, E>& p) const {
     const Index sizes[4] = {p.batch, p.heads, p.queries, p.keys};
     return on() && !sums_queries() && !sums_keys() && std::equal(sizes, sizes + 4, grad_.sizes);
+  }
+
+  // Whether it is more than caches keep, and its rows are whole lines of memory.
+  bool is_large_and_even() const {
+    if (!on() || sums_queries() || grad_.strides[3] != 1) return false;
+    bool is_even = reinterpret_cast<uintptr_t>(grad_.data) % kLine == 0;
+    size_t bytes = 0;
+    with_element(grad_.element, [&]<class E>(E*) {
+      bytes = size_t(total()) * sizeof(E);
+      for (int axis = 0; axis < 3; ++axis) is_even = is_even && grad_.strides[axis] * sizeof(E) % kLine == 0;
+    });
+    return is_even && bytes >= kLargePages;
   }
 
   // A tile of which a part, or nothing, was computed is zero elsewhere.
@@ -110,7 +131,7 @@ class BackwardBias {
       lanes_to_rows(from, Width, ones, rows, keys, [&](int r, Index k, Vec<T> x, int n) {
         E* to = at<E>(b, h, panel * Width + r, key + k);
         if constexpr (std::is_same_v<T, Wide<E>>)
-          if (grad_.strides[3] == 1) return write_elements(to, x, n);
+          if (grad_.strides[3] == 1) return is_streamed_ ? stream_elements(to, x, n) : write_elements(to, x, n);
         for (int c = 0; c < n; ++c) to[c * grad_.strides[3]] = convert<E>(x[c]);
       });
     });
@@ -132,7 +153,7 @@ class BackwardBias {
   Tensor4 grad_;
   BackwardPlan plan_;
   Index group_, queries_;
-  bool is_direct_;
+  bool is_direct_, is_streamed_;
   T* sums_ = nullptr;
 };
 

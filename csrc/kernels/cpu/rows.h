@@ -56,6 +56,16 @@ void write_elements(E* to, Vec<Wide<E>> x, int n) {
   }
 }
 
+// The same past the caches (stream).
+template <class E>
+void stream_elements(E* to, Vec<Wide<E>> x, int n) {
+  if (n < kLanes<Wide<E>>) return write_elements(to, x, n);
+  if constexpr (sizeof(E) == 2)
+    stream(to, narrow(x, E()));
+  else
+    stream(to, x);
+}
+
 // dst[c][r] = read(r, c, n)[c], with read giving n <= lanes elements of row r from column c on; dst has `width` lanes,
 // a multiple of a vector. The last row's vector is filled up with zeros; vectors past it are left alone.
 template <class T, class Read>

@@ -156,6 +156,27 @@ inline void prefetch_row(const void* p, Index bytes) {
   for (Index byte = 0; byte < bytes; byte += kLine) prefetch<ToFirst>(static_cast<const char*>(p) + byte);
 }
 
+// Past the caches, to a multiple of the vector's size: for more than they hold, of which whole lines are written. Other
+// threads may read it after end_streams().
+template <class V>
+inline void stream(void* p, V x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof x == 64) return _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)x);
+#endif
+#if defined(__AVX__)
+  if constexpr (sizeof x == 32) return _mm256_stream_si256(static_cast<__m256i*>(p), (__m256i)x);
+#endif
+#if defined(__SSE2__)
+  if constexpr (sizeof x == 16) return _mm_stream_si128(static_cast<__m128i*>(p), (__m128i)x);
+#endif
+  std::memcpy(p, &x, sizeof x);
+}
+inline void end_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 // Only the first n elements are read or written; the other lanes are zero.
 template <class T>
 inline Vec<T> load_part(const T* p, int n) {
