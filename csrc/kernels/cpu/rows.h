@@ -168,4 +168,28 @@ inline bool all_finite(const E* x, Index stride, Index rows, Index columns) {
   return sum_lanes<T>((sum[0] + sum[1]) + (sum[2] + sum[3])) == 0;
 }
 
+// A part of a dense tensor, to be asked for row by row: its rows lie in pages of their own, too far apart for the
+// processor to foresee.
+struct RowsToAsk {
+  const char* data = nullptr;
+  Index stride = 0, bytes = 0, rows = 0;
+
+  void ask(Index row) const {
+    if (row < rows) prefetch_row(data + row * stride, bytes);
+  }
+};
+
+// Rows row .. row + rows and columns key .. key + keys of one batch and head, as far as there are any; none where rows
+// repeat or columns lie apart.
+inline RowsToAsk part_of(const Tensor4& x, Index b, Index h, Index row, Index rows, Index key, Index keys) {
+  rows = std::min(rows, x.sizes[2] - row), keys = std::min(keys, x.sizes[3] - key);
+  RowsToAsk part;
+  if (rows <= 0 || keys <= 0 || x.strides[2] == 0 || x.strides[3] != 1) return part;
+  with_element(x.element, [&]<class B>(B*) {
+    const B* first = static_cast<const B*>(x.data) + b * x.strides[0] + h * x.strides[1] + row * x.strides[2] + key;
+    part = {reinterpret_cast<const char*>(first), x.strides[2] * Index(sizeof(B)), keys * Index(sizeof(B)), rows};
+  });
+  return part;
+}
+
 }  // namespace attention_ops

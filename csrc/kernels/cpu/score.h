@@ -19,17 +19,6 @@ struct Ahead {
   Index rows = 0, keys = kTileKeys;
 };
 
-// A part of a dense tensor, to be asked for row by row: its rows lie in pages of their own, too far apart for the
-// processor to foresee.
-struct RowsToAsk {
-  const char* data = nullptr;
-  Index stride = 0, bytes = 0, rows = 0;
-
-  void ask(Index row) const {
-    if (row < rows) prefetch_row(data + row * stride, bytes);
-  }
-};
-
 // Buffers of a tile, [kTileKeys, panel width] each, and what is known of it.
 template <class T>
 struct ScoreTile {
@@ -111,19 +100,6 @@ void load_block(T* out, const Tensor4& x, Index b, Index h, Index row, int rows,
   });
 }
 
-// Rows row .. row + rows and columns key .. key + keys of one batch and head, as far as there are any; none where rows
-// repeat or columns lie apart.
-inline RowsToAsk part_of(const Tensor4& x, Index b, Index h, Index row, Index rows, Index key, Index keys) {
-  rows = std::min(rows, x.sizes[2] - row), keys = std::min(keys, x.sizes[3] - key);
-  RowsToAsk part;
-  if (rows <= 0 || keys <= 0 || x.strides[2] == 0 || x.strides[3] != 1) return part;
-  with_element(x.element, [&]<class B>(B*) {
-    const B* first = static_cast<const B*>(x.data) + b * x.strides[0] + h * x.strides[1] + row * x.strides[2] + key;
-    part = {reinterpret_cast<const char*>(first), x.strides[2] * Index(sizeof(B)), keys * Index(sizeof(B)), rows};
-  });
-  return part;
-}
-
 // A bias of minus infinity hides its place.
 template <class T, int Width>
 void hide_infinite_bias(ScoreTile<T>& tile, int keys) {
@@ -159,6 +135,27 @@ Vec<T> sum_of_biases(Vec<T> a, Vec<T> b) {
   return (a == hidden) | (b == hidden) ? hidden : visible;
 }
 
+// A tile's part of the dense bias. Returns whether its numbers are finite in log2 units, as those of most tiles are.
+template <class T, class E>
+bool load_bias(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel, Index key, int keys) {
+  constexpr int kWidth = Panel<T, E>::kWidth;
+  const Tensor4& bias = site.of.bias;
+  tile.next_bias =
+      part_of(bias, site.b, site.h, panel.first + tile.ahead.rows, kWidth, key + tile.ahead.keys, kTileKeys);
+  const auto load_with = [&](auto&& map) {
+    load_block<T, kWidth>(tile.bias, bias, site.b, site.h, panel.first, panel.count, key, keys, map);
+  };
+  Ints<T> rest{};  // x - x is 0 for finite x alone
+  load_with([&](Vec<T> x) {
+    const Vec<T> scaled = x * splat(kLog2e<T>);
+    rest |= std::bit_cast<Ints<T>>(scaled - scaled);
+    return scaled;
+  });
+  if (!any(rest)) return true;
+  load_with([](Vec<T> x) { return scaled_bias<T>(x); });
+  return false;
+}
+
 // What is added to the tile's products: a dense bias, one by distance, which is read as it lies, or their sum.
 template <class T, class E>
 void find_added(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel, Index key, int keys) {
@@ -167,23 +164,19 @@ void find_added(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& p
   tile.added = nullptr;
   if (tile.cover == Cover::none || !p.adds()) return;
   const T* nearest = tile.by_distance + keys - 1;  // of key 0
-  const auto scale = [](Vec<T> x) { return scaled_bias<T>(x); };
-  if (p.distance.defined()) load_by_distance(tile.by_distance, p.distance, site, panel, key, keys, scale);
+  if (p.distance.defined())
+    load_by_distance(tile.by_distance, p.distance, site, panel, key, keys, [](Vec<T> x) { return scaled_bias<T>(x); });
   const auto hides = [](T x) { return x == -kInfinity<T>; };
   if (!p.bias.defined() && std::none_of(tile.by_distance, tile.by_distance + keys + kWidth - 1, hides)) {
     tile.added = nearest, tile.added_stride = -1;
     return;
   }
-  if (p.bias.defined()) {
-    load_block<T, kWidth>(tile.bias, p.bias, site.b, site.h, panel.first, panel.count, key, keys, scale);
-    tile.next_bias =
-        part_of(p.bias, site.b, site.h, panel.first + tile.ahead.rows, kWidth, key + tile.ahead.keys, kTileKeys);
-  }
+  const bool is_finite = p.bias.defined() && load_bias(tile, site, panel, key, keys);
   for (Index n = 0; p.distance.defined() && n < Index(keys) * kWidth; n += kLanes<T>) {
     const Vec<T> x = load(nearest - n / kWidth + n % kWidth);
     store(tile.bias + n, p.bias.defined() ? sum_of_biases<T>(load(tile.bias + n), x) : x);
   }
-  hide_infinite_bias<T, kWidth>(tile, keys);
+  if (!is_finite || p.distance.defined()) hide_infinite_bias<T, kWidth>(tile, keys);
   tile.added = tile.bias, tile.added_stride = kWidth;
 }
 
