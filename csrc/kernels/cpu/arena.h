@@ -14,7 +14,7 @@ namespace attention_ops {
 #if defined(__SANITIZE_ADDRESS__)
 constexpr size_t kMostKept = 0;  // every block has its own end, so that a step past it is seen
 #else
-constexpr size_t kMostKept = size_t(32) << 20;
+constexpr size_t kMostKept = size_t(64) << 20;
 #endif
 
 constexpr size_t kLargePages = size_t(8) << 20;  // from here on they are worth asking for

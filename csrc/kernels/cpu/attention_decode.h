@@ -284,13 +284,14 @@ void AttentionDecode<E>::add_visible_values(const Scratch& w, int rows, const St
 
 template <class E>
 bool AttentionDecode<E>::all_finite(const StoredRows<E>& v, int keys) const {
-  Vec<T> x[kWidening<E>], sum{};
+  Vec<T> x[kWidening<E>];
+  Ints<T> rest{};
   for (int k = 0; k < keys; ++k)
     for (Index n = 0; n < padded(p_.value_width); n += kElements<E>) {
       load_widened(x, v.at(k, n));
-      for (const Vec<T>& part : x) sum = fma(part, Vec<T>{}, sum);
+      for (const Vec<T>& part : x) rest |= not_finite(part);
     }
-  return sum_lanes<T>(sum) == 0;
+  return !any(rest);
 }
 
 // Values as rows of whole vectors: the tensor's own, or a copy padded with zeros.

@@ -116,9 +116,10 @@ class AttentionForward {
     return {w.turned, p_.width};
   }
 
-  // A bias by distance is often greatest at the panel's own place: begun there, m need not move.
+  // The panel's own place, which most masks show to all rows, and where a bias by distance is often greatest: begun
+  // there, m need not move.
   Index first_tile(const Panels& panel) const {
-    if (!p_.distance.defined() || p_.keys == 0) return 0;
+    if (p_.keys == 0 || (p_.mask.spec->depth() == 0 && !p_.distance.defined())) return 0;
     return std::clamp<Index>(panel.first + panel.count - 1 + p_.keys - p_.queries, 0, p_.keys - 1) / kTileKeys;
   }
 

@@ -157,15 +157,10 @@ inline bool all_finite(const E* x, Index stride, Index rows, Index columns) {
       });
     return !any(__builtin_convertvector(lost, Ints<float>));
   }
-  constexpr int kRows = 4;  // sums that do not wait for each other
-  Vec<T> sum[kRows]{};
-  for (Index r = 0; r < rows; r += kRows)
-    for (Index c = 0; c < columns; c += kLanes<T>)
-      for (int i = 0; i < kRows; ++i) {
-        const E* from = x + std::min(r + i, rows - 1) * stride + c;
-        sum[i] = fma(read_elements<T>(from, 1, int(std::min<Index>(kLanes<T>, columns - c))), Vec<T>{}, sum[i]);
-      }
-  return sum_lanes<T>((sum[0] + sum[1]) + (sum[2] + sum[3])) == 0;
+  Ints<T> rest{};
+  for (Index r = 0; r < rows; ++r)
+    each_piece<T>(columns, [&](Index c, int n) { rest |= not_finite(read_elements<T>(x + r * stride + c, 1, n)); });
+  return !any(rest);
 }
 
 // A part of a dense tensor, to be asked for row by row: its rows lie in pages of their own, too far apart for the

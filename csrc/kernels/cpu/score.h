@@ -145,10 +145,10 @@ bool load_bias(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& pa
   const auto load_with = [&](auto&& map) {
     load_block<T, kWidth>(tile.bias, bias, site.b, site.h, panel.first, panel.count, key, keys, map);
   };
-  Ints<T> rest{};  // x - x is 0 for finite x alone
+  Ints<T> rest{};
   load_with([&](Vec<T> x) {
     const Vec<T> scaled = x * splat(kLog2e<T>);
-    rest |= std::bit_cast<Ints<T>>(scaled - scaled);
+    rest |= not_finite(scaled);
     return scaled;
   });
   if (!any(rest)) return true;

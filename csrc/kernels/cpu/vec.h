@@ -117,6 +117,12 @@ inline V fma(V a, V b, V c) {
   return a * b + c;
 }
 
+// 0 in the lanes of finite numbers alone.
+template <class V>
+inline auto not_finite(V x) {
+  return std::bit_cast<decltype(x == x)>(x - x);
+}
+
 // The larger; b where either is NaN.
 template <class V>
 inline V max(V a, V b) {
