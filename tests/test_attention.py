@@ -227,14 +227,14 @@ def test_lse_of_an_empty_row_is_the_sink():
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("keys", [1056, 1057])
 def test_gradient_of_a_bias_larger_than_the_caches(keys, batch, dtype):
     """All heads' goes past the caches where its rows are whole lines, and that of one head does not."""
-    query, grad_out = torch.randn(2, batch, 6, 1008, 8).to(dtype)
+    query, grad_out = torch.randn(2, batch, 6, 1010, 8).to(dtype)
     key, value = torch.randn(2, batch, 6, keys, 8).to(dtype)
-    bias = torch.randn(1, 6, 1008, keys).to(dtype)
+    bias = torch.randn(1, 6, 1010, keys).to(dtype)
 
     def gradient(heads: slice) -> Tensor:
         given = bias[:, heads].clone().requires_grad_()

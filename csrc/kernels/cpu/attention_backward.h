@@ -17,6 +17,7 @@
 #include "kernels/cpu/backward_plan.h"
 #include "kernels/cpu/dropout.h"
 #include "kernels/cpu/key_columns.h"
+#include "kernels/cpu/lane_products.h"
 #include "kernels/cpu/weight_gradient.h"
 
 namespace attention_ops {
@@ -225,8 +226,6 @@ class AttentionBackward {
                       const Span& span) const;
   void add_visible_to_keys(T* out, const T* a, const PaddedRows<E>& b, Index width, const Span& span, int rows,
                            const LaneInt<T>* visible) const;
-  void add_visible_to_queries(T* dq, const PaddedRows<E>& k, const T* ds, const Span& span,
-                              const LaneInt<T>* visible) const;
   void store_keys(const Work& work, const Block& block, Index b, Index hk) const;
   void finish_panel(Index task) const;
   void finish_keys(Index task) const;

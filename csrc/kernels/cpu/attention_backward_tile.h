@@ -270,14 +270,7 @@ void AttentionBackward<T, E>::add_to_queries(T* dq, const Scratch& w, const Term
     const Index stride = term.k.row_stride;
     const T* k = term.k.at(site.b, site.h / p_.group()) + (key + span.key) * stride;
     const T* ds = term.ds + span.key * kWidth + lane;
-    each_row_tile<kTileRows<NV>>(p_.width, [&](auto rows, Index d) {
-      Accumulators<T, rows, NV> acc{};
-      multiply_columns<T, rows, NV>(acc, k + d, stride, ds, kWidth, span.keys);
-      each<T, rows, NV>(acc, [&](Vec<T>& x, int r, int n) {
-        T* to = dq + (d + r) * kWidth + n * kStep;
-        store(to, load(to) + x);
-      });
-    });
+    add_to_lanes<kWidth, NV>(dq, k, stride, ds, p_.width, span.keys);
   }
 }
 
@@ -289,17 +282,18 @@ void AttentionBackward<T, E>::add_visible(const Term& term, const Work& work, co
   const auto rows = [&](const Matrices<const E>& x, Index head, Index first) {
     return PaddedRows<E>{x.at(site.b, head) + first * x.row_stride, x.row_stride};
   };
-  for (int n = 0; n < w.tile.number_of_spans; ++n) {
-    const Span& span = w.tile.spans[n];
+  each_span(w.tile, [&](auto vectors, const Span& span) {
     if (block.dv && term.grad_out.data)
       add_visible_to_keys(block.dv, term.p, rows(term.grad_out, site.h, panel.first), p_.value_width, span, panel.count,
                           visible);
     if (block.dk && term.q.data)
       add_visible_to_keys(block.dk, term.ds, rows(term.q, site.h, panel.first), p_.width, span, panel.count, visible);
-    if (shared_.dq_t && term.k.data)
-      add_visible_to_queries(dq_panel(work.key_group, row), rows(term.k, site.h / p_.group(), block.key), term.ds, span,
-                             visible);
-  }
+    if (!shared_.dq_t || !term.k.data) return;
+    const PaddedRows<E> k = rows(term.k, site.h / p_.group(), block.key + span.key);
+    const Index lane = span.vector * kStep, first = span.key * kWidth + lane;
+    add_visible_to_lanes<kWidth, vectors>(dq_panel(work.key_group, row) + lane, k.data, k.stride, term.ds + first,
+                                          p_.width, span.keys, visible ? visible + first : nullptr);
+  });
 }
 
 template <class T, class E>
@@ -315,21 +309,6 @@ void AttentionBackward<T, E>::add_visible_to_keys(T* out, const T* a, const Padd
       T* to = out + k * padded(width) + c;
       store(to, load(to) + acc);
     });
-}
-
-template <class T, class E>
-void AttentionBackward<T, E>::add_visible_to_queries(T* dq, const PaddedRows<E>& k, const T* ds, const Span& span,
-                                                     const LaneInt<T>* visible) const {
-  for (Index d = 0; d < p_.width; ++d)
-    for (int q = span.vector * kStep; q < (span.vector + span.vectors) * kStep; q += kStep) {
-      Vec<T> acc{};
-      for (int n = span.key; n < span.key + span.keys; ++n) {
-        const Vec<T> x = left_out<T, E>(splat(T(k.data[n * k.stride + d]))),
-                     sum = fma(x, load(ds + n * kWidth + q), acc);
-        acc = (visible ? load_lanes<T>(visible + n * kWidth + q) : ~Ints<T>{}) ? sum : acc;
-      }
-      store(dq + d * kWidth + q, load(dq + d * kWidth + q) + acc);
-    }
 }
 
 }  // namespace attention_ops

@@ -122,7 +122,6 @@ class AttentionDecode {
   template <int R>
   void add_visible_values(const Scratch& w, int rows, const StoredRows<E>& v, int keys) const;
   StoredRows<E> whole_rows(E* copy, const StoredRows<E>& v, int keys) const;
-  bool all_finite(const StoredRows<E>& v, int keys) const;
   template <int R>
   void run_tile(Scratch& w, Sums& sums, const Rows& rows, Index key, int keys) const;
 
@@ -282,18 +281,6 @@ void AttentionDecode<E>::add_visible_values(const Scratch& w, int rows, const St
     }
 }
 
-template <class E>
-bool AttentionDecode<E>::all_finite(const StoredRows<E>& v, int keys) const {
-  Vec<T> x[kWidening<E>];
-  Ints<T> rest{};
-  for (int k = 0; k < keys; ++k)
-    for (Index n = 0; n < padded(p_.value_width); n += kElements<E>) {
-      load_widened(x, v.at(k, n));
-      for (const Vec<T>& part : x) rest |= not_finite(part);
-    }
-  return !any(rest);
-}
-
 // Values as rows of whole vectors: the tensor's own, or a copy padded with zeros.
 template <class E>
 StoredRows<E> AttentionDecode<E>::whole_rows(E* copy, const StoredRows<E>& v, int keys) const {
@@ -328,7 +315,7 @@ void AttentionDecode<E>::run_tile(Scratch& w, Sums& sums, const Rows& rows, Inde
     each_vector<T, kStep>(
         w.tile, [&](Index n, int) { store(w.tile.s + n, load_lanes<T>(w.keep + n) ? load(w.tile.s + n) : Vec<T>{}); });
   const StoredRows<E> values = whole_rows(w.v, v, keys);
-  if (w.tile.cover == Cover::all || all_finite(values, keys))
+  if (w.tile.cover == Cover::all || all_finite<T>(values.data, values.stride, keys, padded(p_.value_width)))
     add_values<R>(w.o, w.alpha, w.tile.s, values, keys, padded(p_.value_width),
                   RowsAhead(StoredRows<E>{v.at(kTileKeys, 0), v.stride}, padded(p_.value_width)));
   else

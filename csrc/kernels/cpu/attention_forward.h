@@ -116,11 +116,11 @@ class AttentionForward {
     return {w.turned, p_.width};
   }
 
-  // The panel's own place, which most masks show to all rows, and where a bias by distance is often greatest: begun
-  // there, m need not move.
+  // That of the first row's own key, which most masks show to all rows, and where a bias by distance is often greatest:
+  // begun there, m need not move.
   Index first_tile(const Panels& panel) const {
     if (p_.keys == 0 || (p_.mask.spec->depth() == 0 && !p_.distance.defined())) return 0;
-    return std::clamp<Index>(panel.first + panel.count - 1 + p_.keys - p_.queries, 0, p_.keys - 1) / kTileKeys;
+    return std::clamp<Index>(panel.first + p_.keys - p_.queries, 0, p_.keys - 1) / kTileKeys;
   }
 
   void step(Scratch& w, const Site<T, E>& site, const Panels& panel, Index key) const {

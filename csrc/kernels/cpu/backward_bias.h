@@ -7,6 +7,8 @@
 
 namespace attention_ops {
 
+constexpr size_t kLeastStreamed = size_t(8) << 20;  // bytes
+
 template <class T, int Width>
 class BackwardBias {
  public:
@@ -42,7 +44,17 @@ class BackwardBias {
 
   // Writes what batch b and the heads from h on have gathered for keys key .. key + keys.
   void write(const T* scratch, Index key_group, Index query_group, Index b, Index h, Index key, int keys) const {
-    if (gathers_blocks()) write_sums(scratch, key_group, query_group, b, h, key, keys);
+    for (Index slice = 0; gathers_blocks() && slice < slices(); ++slice) {
+      const T* from = scratch + slice * slice_size();
+      const Index bias_batch = grad_.sizes[0] == 1 ? 0 : b, bias_head = grad_.sizes[1] == 1 ? 0 : h + slice;
+      if (sums_)
+        add_sums(from,
+                 (key_group * plan_.query_groups() + query_group) * total() +
+                     (bias_batch * grad_.sizes[1] + bias_head) * grad_.sizes[2] * grad_.sizes[3],
+                 query_group, key, keys);
+      else
+        write_block(from, query_group, bias_batch, bias_head, key, keys);
+    }
     if (is_streamed_) end_streams();
   }
 
@@ -63,20 +75,6 @@ class BackwardBias {
   }
 
  private:
-  void write_sums(const T* scratch, Index key_group, Index query_group, Index b, Index h, Index key, int keys) const {
-    for (Index slice = 0; slice < slices(); ++slice) {
-      const T* from = scratch + slice * slice_size();
-      const Index bias_batch = grad_.sizes[0] == 1 ? 0 : b, bias_head = grad_.sizes[1] == 1 ? 0 : h + slice;
-      if (sums_)
-        add_sums(from,
-                 (key_group * plan_.query_groups() + query_group) * total() +
-                     (bias_batch * grad_.sizes[1] + bias_head) * grad_.sizes[2] * grad_.sizes[3],
-                 query_group, key, keys);
-      else
-        write_block(from, query_group, bias_batch, bias_head, key, keys);
-    }
-  }
-
   bool sums_queries() const { return grad_.sizes[2] == 1; }
   bool sums_keys() const { return grad_.sizes[3] == 1; }
   Index slices() const { return grad_.sizes[1] == 1 ? 1 : group_; }
@@ -97,7 +95,7 @@ class BackwardBias {
     return on() && !sums_queries() && !sums_keys() && std::equal(sizes, sizes + 4, grad_.sizes);
   }
 
-  // Whether it is more than caches keep, and its rows are whole lines of memory.
+  // Whether it is more than most caches keep, and its rows are whole lines of memory.
   bool is_large_and_even() const {
     if (!on() || sums_queries() || grad_.strides[3] != 1) return false;
     bool is_even = reinterpret_cast<uintptr_t>(grad_.data) % kLine == 0;
@@ -106,7 +104,7 @@ class BackwardBias {
       bytes = size_t(total()) * sizeof(E);
       for (int axis = 0; axis < 3; ++axis) is_even = is_even && grad_.strides[axis] * sizeof(E) % kLine == 0;
     });
-    return is_even && bytes >= kLargePages;
+    return is_even && bytes >= kLeastStreamed;
   }
 
   // A tile of which a part, or nothing, was computed is zero elsewhere.

@@ -81,8 +81,7 @@ class Skew {
     for (int k = 0; k < block.keys; ++k) sum += load(a + k * lda);
     store(t_, sum);
     if (!block.is_finite) return add_nonzero_to_queries(out, ldo, rows, t_, width, 1);
-    for (Index c = 0; c < width; ++c)
-      store(out + c * ldo, load(out + c * ldo) + fma(splat(rows.data[c]), sum, Vec<T>{}));
+    for (Index c = 0; c < width; ++c) store(out + c * ldo, load(out + c * ldo) + splat(rows.data[c]) * sum);
   }
   // out[column][lane] += sum_r rows[r][column] t[r][lane]. Rows that nothing is multiplied by may hold anything, as
   // masked places may.

@@ -46,10 +46,10 @@ struct Exp2Constants<double> {
   static constexpr double one = 1, shifter = 0x1.8p52, low = -1022;
 };
 
-// 2^x = fraction * 2^n; adding the shifter rounds x to n.
+// 2^x = (1 + slope f) 2^n with x = n + f; adding the shifter rounds x to n.
 template <class T>
 struct Exp2Parts {
-  Vec<T> n, shifted, below_one;  // below_one = fraction - 1
+  Vec<T> n, shifted, f, slope;
 };
 
 template <class T, size_t N>
@@ -62,7 +62,7 @@ inline Vec<T> evaluate(const std::array<T, N>& polynomial, Vec<T> f) {
 template <class T, size_t N>
 inline Exp2Parts<T> split_exp2(Vec<T> x, const std::array<T, N>& polynomial) {
   const Vec<T> shifter = splat(Exp2Constants<T>::shifter), shifted = x + shifter, n = shifted - shifter, f = x - n;
-  return {n, shifted, evaluate<T>(polynomial, f) * f};
+  return {n, shifted, f, evaluate<T>(polynomial, f)};
 }
 
 // 0 below the smallest normal number (where results are flushed), NaN through. E: the elements of the products that it
@@ -75,7 +75,7 @@ inline Vec<T> exp2(Vec<T> x) {
   else if constexpr (kFloors<T>)
     return scale_by_floor<T>(evaluate<T>(C::floored, fraction<T>(x)), x);
   const Exp2Parts<T> parts = split_exp2<T>(x, C::fast);
-  return scale_by_power<T>(parts.below_one + splat(C::one), parts.n, parts.shifted, x, C::low);
+  return scale_by_power<T>(fma(parts.slope, parts.f, splat(C::one)), parts.n, parts.shifted, x, C::low);
 }
 
 // 2^(from - to), for sums that move from one maximum to another; exactly 1 where it stays, or errors would add up.
@@ -106,7 +106,7 @@ inline Vec<T> tanh(Vec<T> x) {
   const Vec<T> y = safe * splat(2 * kLog2e<T>);
   const Exp2Parts<T> parts = split_exp2<T>(y, Exp2Constants<T>::exact);
   const Vec<T> power = scale_by_power<T>(splat(T(1)), parts.n, parts.shifted, y, Exp2Constants<T>::low);
-  const Vec<T> e = fma(power, parts.below_one, power - splat(T(1)));
+  const Vec<T> e = fma(power, parts.slope * parts.f, power - splat(T(1)));
   return e / (e + splat(T(2)));
 }
 

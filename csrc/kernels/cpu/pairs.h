@@ -106,7 +106,7 @@ inline void rows_to_panel(BFloat16* dst, int width, const BFloat16* src, Index s
 // left out of them is added by itself, where it is seen.
 template <class T, class E>
 inline Vec<T> left_out(Vec<T> x) {
-  if constexpr (kPaired<E>) return x - x == Vec<T>{} ? Vec<T>{} : x;
+  if constexpr (kPaired<E>) return not_finite(x) ? x : Vec<T>{};
   return x;
 }
 

@@ -157,10 +157,10 @@ inline bool all_finite(const E* x, Index stride, Index rows, Index columns) {
       });
     return !any(__builtin_convertvector(lost, Ints<float>));
   }
-  Ints<T> rest{};
+  Ints<T> lost{};
   for (Index r = 0; r < rows; ++r)
-    each_piece<T>(columns, [&](Index c, int n) { rest |= not_finite(read_elements<T>(x + r * stride + c, 1, n)); });
-  return !any(rest);
+    each_piece<T>(columns, [&](Index c, int n) { lost |= not_finite(read_elements<T>(x + r * stride + c, 1, n)); });
+  return !any(lost);
 }
 
 // A part of a dense tensor, to be asked for row by row: its rows lie in pages of their own, too far apart for the

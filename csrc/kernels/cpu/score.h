@@ -135,7 +135,8 @@ Vec<T> sum_of_biases(Vec<T> a, Vec<T> b) {
   return (a == hidden) | (b == hidden) ? hidden : visible;
 }
 
-// A tile's part of the dense bias. Returns whether its numbers are finite in log2 units, as those of most tiles are.
+// A tile's part of the dense bias. Returns whether its numbers are finite, as those of most tiles are, and none so high
+// that it is not in log2 units.
 template <class T, class E>
 bool load_bias(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel, Index key, int keys) {
   constexpr int kWidth = Panel<T, E>::kWidth;
@@ -145,13 +146,13 @@ bool load_bias(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& pa
   const auto load_with = [&](auto&& map) {
     load_block<T, kWidth>(tile.bias, bias, site.b, site.h, panel.first, panel.count, key, keys, map);
   };
-  Ints<T> rest{};
+  Ints<T> lost{};
   load_with([&](Vec<T> x) {
-    const Vec<T> scaled = x * splat(kLog2e<T>);
-    rest |= not_finite(scaled);
+    const Vec<T> scaled = max(splat(std::numeric_limits<T>::lowest()), x * splat(kLog2e<T>));
+    lost |= not_finite(x - scaled);
     return scaled;
   });
-  if (!any(rest)) return true;
+  if (!any(lost)) return true;
   load_with([](Vec<T> x) { return scaled_bias<T>(x); });
   return false;
 }

@@ -111,7 +111,7 @@ constexpr T kInfinity = std::numeric_limits<T>::infinity();
 // (setup.py): which bits come out does not depend on what a compiler joins where.
 template <class V>
 inline V fma(V a, V b, V c) {
-#if defined(__FP_FAST_FMA)
+#if defined(__AVX2__) || defined(__ARM_NEON)
   if constexpr (std::is_floating_point_v<V>) return std::fma(a, b, c);
 #endif
   return a * b + c;
