@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import masks, rotary
-from .functional import attention, check_number, check_tensors
+from .functional import attention, check_number, check_tensors, is_causal_bias
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -33,7 +33,7 @@ def scaled_dot_product_attention(
         key: [N, ..., H, S, E]; leading dimensions broadcast.
         value: [N, ..., H, S, Ev].
         attn_mask: broadcasts against [N, ..., H, L, S]; boolean (True means may attend), or of query's type or
-            float32 (added to the scores; -inf masks).
+            float32 (added to the scores; -inf masks). Also a `torch.nn.attention.bias.CausalBias` of these lengths.
         dropout_p: the probability of dropping a weight, also in evaluation.
         is_causal: query i sees the keys j <= i, whatever the lengths; not together with `attn_mask`.
         scale: 1/sqrt(E) if None.
@@ -55,7 +55,7 @@ def scaled_dot_product_attention(
     """
     check_tensors(SDPA, query=query, key=key, value=value)
     check_number(SDPA, "scale", scale)
-    if attn_mask is not None:
+    if attn_mask is not None and not is_causal_bias(attn_mask):
         _check_mask(attn_mask, query)
     if is_causal and attn_mask is not None:
         raise ValueError(
@@ -63,13 +63,23 @@ def scaled_dot_product_attention(
         )
     if dropout_p != 0 and rotary.is_dtensor(query):
         raise ValueError(f"{SDPA}: expected dropout_p 0 for DTensors (attention takes a seed), got {dropout_p}")
+    mask = masks.causal("upper_left") if is_causal else None
+    if is_causal_bias(attn_mask):
+        attn_mask, mask = None, _mask_of(attn_mask, query, key)
     query, key, value, leading = _four_dimensions(query, key, value, enable_gqa)
-    bias, mask = None, masks.causal("upper_left") if is_causal else None
+    bias = None
     if attn_mask is not None:
         attn_mask = _four_dimensional_mask(attn_mask, leading, query, key)
         bias, mask = (None, attn_mask) if attn_mask.dtype == torch.bool else (attn_mask, None)
     out = attention(query, key, value, bias=bias, mask=mask, scale=scale, dropout_p=dropout_p)  # [B, H, Lq, Dv]
     return out if query.dim() == len(leading) + 2 else out.reshape(*leading, *out.shape[-2:])
+
+
+def _mask_of(causal_bias: Tensor, query: Tensor, key: Tensor) -> masks.Mask:
+    lengths = [causal_bias.seq_len_q, causal_bias.seq_len_kv]
+    if lengths != (wanted := [query.shape[-2], key.shape[-2]]):
+        raise ValueError(f"{SDPA}: expected attn_mask of lengths {wanted} as in query and key, got {lengths}")
+    return masks.causal(causal_bias.variant.name.lower())
 
 
 def _check_mask(attn_mask: object, query: Tensor) -> None:

@@ -27,7 +27,8 @@ def measure_all(workloads: list[Callable[[], Workload]], threads: list[int], sec
             torch.set_num_threads(count)
             row = measure(work, probe, seconds, least_pairs=3)
             rows.append(row)
-            line = f"{row.name:52} {count} threads  {row.speedup:7.2f} x  {100 * row.of_peak:4.0f} % of {row.limit}"
+            share = f"  {100 * row.of_peak:4.0f} % of {row.limit}" if row.of_peak > 0 else ""
+            line = f"{row.name:52} {count} threads  {row.speedup:7.2f} x{share}"
             print(line, file=sys.stderr, flush=True)
     return rows
 
@@ -36,12 +37,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="fewer cases, shorter; under two minutes")
     parser.add_argument("--isa", help="the instruction set to measure (as ATTENTION_OPS_ISA)")
-    parser.add_argument("--threads", type=int, nargs="+", help="thread counts; one and all cores if not given")
+    parser.add_argument("--threads", type=int, nargs="+", help="one and all cores if not given; all with --quick")
     parser.add_argument("--seconds", type=float, help="for each case and thread count (3; 0.5 with --quick)")
     parser.add_argument("--filter", default="", help="only what has this text in its name")
     parser.add_argument("--out", type=pathlib.Path, default=BUILD, help="folder of the tables and the picture")
     parser.add_argument("--json", type=pathlib.Path, help="also write the rows as JSON to this file")
-    parser.add_argument("--readme", action="store_true", help="also fill in the table of README.md")
+    parser.add_argument("--readme", action="store_true", help="also replace the table of README.md")
     return parser.parse_args()
 
 

@@ -1,5 +1,6 @@
 """The drop-in against torch.nn.functional.scaled_dot_product_attention."""
 
+import importlib
 import inspect
 
 import pytest
@@ -160,6 +161,22 @@ def test_a_mask_of_five_dimensions_is_not_copied_over_queries():
     query, key = torch.randn(6, 4, 7, 8), torch.randn(6, 4, 9, 8)
     assert sdpa._four_dimensional_mask(mask, (3, 2, 4), query, key).shape == (6, 1, 1, 9)
     assert sdpa._four_dimensional_mask(mask[:1, :1], (3, 2, 4), query, key).shape == (1, 1, 1, 9)
+
+
+@pytest.mark.parametrize("make", ["causal_upper_left", "causal_lower_right"])
+@pytest.mark.parametrize("lengths", [(3, 3), (2, 5)], ids=str)
+def test_causal_biases_of_torch(make, lengths):
+    """Their memory holds nothing, in a shape that broadcasts against scores of one or two heads."""
+    mask = getattr(importlib.import_module("torch.nn.attention.bias"), make)(*lengths)
+    query, key, value = (torch.randn(2, 2, n, 8) for n in (lengths[0], lengths[1], lengths[1]))
+    ours = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+    with pytest.raises(ValueError, match=r"expected attn_mask of lengths \[2, 3\] .*, got \["):
+        scaled_dot_product_attention(query[:, :, :2], key[:, :, :3], value[:, :, :3], attn_mask=mask)
+    with pytest.raises(ValueError, match="expected attn_mask None with is_causal"):
+        scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=True)
+    with pytest.raises(TypeError, match="attention: expected bias a Tensor, got CausalBias"):
+        attention_ops.attention(query, key, value, bias=mask)
 
 
 def test_refuses_a_mask_together_with_is_causal():
