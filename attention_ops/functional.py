@@ -18,7 +18,8 @@ __all__ = [
 
 MaskLike = masks.Mask | str | Tensor | None
 OPERATORS = torch.ops.attention_ops
-ATTENTION = OPERATORS.attention.default  # looking for the overload would take a tenth of a small call
+# Looking for an overload would take a tenth of a small call.
+ATTENTION, PLAIN_ATTENTION = OPERATORS.attention.default, OPERATORS.attention.plain
 
 # What a selective checkpoint should keep rather than compute twice: the operators behind the public functions and their
 # tangents, as policies see them. A list, for torch.utils.checkpoint.create_selective_checkpoint_contexts.
@@ -100,19 +101,24 @@ def attention(
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         check_tensors("attention", query=query, key=key, value=value)
-    by_distance = (distance_bias, relative_key, relative_value)
-    data, options = _given("attention", mask, scale, softcap, bias, sinks, *by_distance)
-    if rope is not None and _turns("attention", rope, query, key):
-        options |= rope.options(query, key, value)
-    check_number("attention", "dropout_p", dropout_p)
-    if dropout_p != 0:
-        options["dropout_p"] = dropout_p
-        if seed is None and rotary.is_dtensor(query):  # each device would draw its own
-            raise ValueError("attention: expected seed a Tensor with dropout of DTensors, got None")
-    if seed is not None:
-        check_tensors("attention", seed=seed)
-        options["seed"] = seed
-    out, lse = ATTENTION(query, key, value, data, **options)
+    spec, data = ("", []) if mask is None else _spec_and_data("attention", mask)
+    # In one look: a small call spends as long here as in its kernel.
+    has_no_tensors = bias is sinks is seed is distance_bias is relative_key is relative_value is rope is None and not data
+    if has_no_tensors and scale is softcap is None and isinstance(dropout_p, float) and dropout_p == 0:
+        out, lse = PLAIN_ATTENTION(query, key, value, spec)
+    else:
+        options = _given("attention", scale, softcap, bias, sinks, distance_bias, relative_key, relative_value)
+        if rope is not None and _turns("attention", rope, query, key):
+            options |= rope.options(query, key, value)
+        check_number("attention", "dropout_p", dropout_p)
+        if dropout_p != 0:
+            options["dropout_p"] = dropout_p
+            if seed is None and rotary.is_dtensor(query):  # each device would draw its own
+                raise ValueError("attention: expected seed a Tensor with dropout of DTensors, got None")
+        if seed is not None:
+            check_tensors("attention", seed=seed)
+            options["seed"] = seed
+        out, lse = ATTENTION(query, key, value, data, spec, **options)
     return (out, lse) if return_lse else out
 
 
@@ -161,8 +167,9 @@ def attention_weights(
     selection = {name: x for name, x in (("heads", heads), ("rows", rows)) if x is not None}
     check_tensors("attention_weights", query=query, key=key, **selection)
     query, key = _rotated("attention_weights", rope, query, key)
-    data, options = _given("attention_weights", mask, scale, softcap, bias, sinks, distance_bias, relative_key)
-    return OPERATORS.attention_weights(query, key, data, **options, **selection, average=average)
+    spec, data = _spec_and_data("attention_weights", mask)
+    options = _given("attention_weights", scale, softcap, bias, sinks, distance_bias, relative_key)
+    return OPERATORS.attention_weights(query, key, data, spec, **options, **selection, average=average)
 
 
 class Summaries(typing.NamedTuple):
@@ -209,8 +216,9 @@ def attention_summaries(
     """
     check_tensors("attention_summaries", query=query, key=key)
     query, key = _rotated("attention_summaries", rope, query, key)
-    data, options = _given("attention_summaries", mask, scale, softcap, bias, sinks, distance_bias, relative_key)
-    return Summaries(*OPERATORS.attention_summaries(query, key, data, **options))
+    spec, data = _spec_and_data("attention_summaries", mask)
+    options = _given("attention_summaries", scale, softcap, bias, sinks, distance_bias, relative_key)
+    return Summaries(*OPERATORS.attention_summaries(query, key, data, spec, **options))
 
 
 def dropout_mask(seed: Tensor, batch: int, heads: int, queries: int, keys: int, dropout_p: float) -> Tensor:
@@ -285,29 +293,28 @@ TENSORS = ("bias", "sinks", "distance_bias", "relative_key", "relative_value")
 
 
 def _given(
-    operator: str, mask: MaskLike, scale: float | None, softcap: float | None, *tensors: Tensor | None
-) -> tuple[list[Tensor], dict[str, object]]:
-    """The tensors of the mask, and those of the other shared options that are not None: TENSORS, or the first of them.
-    The dispatcher works on every argument that it gets: in a small call each one left to its default is time saved."""
-    data: list[Tensor] = []
+    operator: str, scale: float | None, softcap: float | None, *tensors: Tensor | None
+) -> dict[str, object]:
+    """The shared options that are not None; the tensors are TENSORS, or the first of them. The dispatcher works on every
+    argument that it gets: in a small call each one left to its default is time saved."""
     options: dict[str, object] = {}
     for name, x in zip(TENSORS, tensors, strict=False):
         if x is not None:
             options[name] = x
     if options:
         check_tensors(operator, **options)
-    if mask is not None:
-        options["mask"], data = _spec_and_data(operator, mask)
     if scale is not None:
         check_number(operator, "scale", scale)
         options["scale"] = scale
     if softcap is not None:
         check_number(operator, "softcap", softcap)
         options["softcap"] = softcap
-    return data, options
+    return options
 
 
-def _spec_and_data(operator: str, mask: masks.Mask | str | Tensor) -> tuple[str, list[Tensor]]:
+def _spec_and_data(operator: str, mask: MaskLike) -> tuple[str, list[Tensor]]:
+    if mask is None:
+        return "", []
     if isinstance(mask, masks.Mask):
         return mask.spec, list(mask.data)
     if isinstance(mask, Tensor):

@@ -61,7 +61,14 @@ Pair attention(In query, In key, In value, at::TensorList mask_data, std::string
   return {inputs.restore(out), inputs.restore(lse)};
 }
 
+// With at most a mask without tensors. A call from Python takes time for each argument of the schema, given or not, and
+// most for a list: small calls take three quarters of the time this way.
+Pair plain_attention(In query, In key, In value, std::string_view mask) {
+  return attention(query, key, value, {}, mask, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, false);
+}
+
 TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
+  m.def("attention.plain(Tensor query, Tensor key, Tensor value, str mask='') -> (Tensor out, Tensor lse)");
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor[] mask_data, str mask='', Tensor? bias=None, "
       "Tensor? sinks=None, float? scale=None, float? softcap=None, float dropout_p=0., Tensor? seed=None, Tensor? "
@@ -88,15 +95,19 @@ TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   m.def("_tile_shape(int itemsize) -> int[]");
 }
 
-// Without the last two lines the two vmaps find their slow loops before they find the composite.
-TORCH_LIBRARY_IMPL(attention_ops, CompositeImplicitAutograd, m) {
+// Without the last two the two vmaps find their slow loops before they find the composite.
+void implement(torch::Library& m) {
   m.impl("attention", attention);
+  m.impl("attention.plain", plain_attention);
+}
+TORCH_LIBRARY_IMPL(attention_ops, CompositeImplicitAutograd, m) {
+  implement(m);
 }
 TORCH_LIBRARY_IMPL(attention_ops, FuncTorchBatchedDecomposition, m) {
-  m.impl("attention", attention);
+  implement(m);
 }
 TORCH_LIBRARY_IMPL(attention_ops, Batched, m) {
-  m.impl("attention", attention);
+  implement(m);
 }
 
 }  // namespace

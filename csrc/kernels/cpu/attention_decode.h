@@ -61,7 +61,7 @@ class AttentionDecode {
       with_rows(count, [&](auto rows) { run_panel<rows>(scratch, task, first, count); });
     }
   }
-  Index finish_tasks() const { return p_.batch * p_.heads * p_.queries; }
+  Index finish_tasks() const { return p_.batch * p_.heads; }
   void finish(Index task) const;
 
  private:
@@ -124,6 +124,7 @@ class AttentionDecode {
   StoredRows<E> whole_rows(E* copy, const StoredRows<E>& v, int keys) const;
   template <int R>
   void run_tile(Scratch& w, Sums& sums, const Rows& rows, Index key, int keys) const;
+  T finish_row(Index first, Index row, T sink, T* out) const;
 
   const Problem<T>& p_;
   Matrices<const E> k_, v_;
@@ -137,6 +138,7 @@ template <int R>
 void AttentionDecode<E>::run_panel(Scratch& w, Index task, Index first, int count) const {
   const Index b = task / chunks_ / p_.key_heads, hk = task / chunks_ % p_.key_heads;
   Rows rows;
+  rows.reserve(count);
   for (Index row = first; row < first + count; ++row)
     rows.push_back({Site<T>(p_, b, hk * p_.group() + row / p_.queries), int32_t(row % p_.queries)});
   load_queries<R>(w, rows);
@@ -322,18 +324,25 @@ void AttentionDecode<E>::run_tile(Scratch& w, Sums& sums, const Rows& rows, Inde
     add_visible_values<R>(w, int(rows.size()), values, keys);
 }
 
-// Merges the chunks of one row.
+// Merges the chunks of a head's rows.
 template <class E>
 void AttentionDecode<E>::finish(Index task) const {
-  const Index i = task % p_.queries, h = task / p_.queries % p_.heads, b = task / p_.queries / p_.heads;
-  const Index first = (b * p_.key_heads + h / p_.group()) * chunks_, row = h % p_.group() * p_.queries + i;
+  const Index h = task % p_.heads, b = task / p_.heads;
+  const Index first = (b * p_.key_heads + h / p_.group()) * chunks_, row = h % p_.group() * p_.queries;
   const T sink = Site<T>(p_, b, h).sink();
+  T* out = result_.out.at(b, h);
+  for (Index i = 0; i < p_.queries; ++i, out += result_.out.row_stride)
+    result_.lse[task * p_.queries + i] = finish_row(first, row + i, sink, out);
+}
+
+// Of the chunks from `first` on. Returns lse.
+template <class E>
+typename AttentionDecode<E>::T AttentionDecode<E>::finish_row(Index first, Index row, T sink, T* out) const {
   T m = sink;
   for (Index c = 0; c < chunks_; ++c) m = part(first + c, row)[0] > m ? part(first + c, row)[0] : m;
   const T base = m == -kInfinity<T> ? 0 : m;
   const auto factor = [&](T from) { return from == base ? T(1) : std::exp2(from - base); };
   T l = sink == -kInfinity<T> ? 0 : factor(sink);
-  T* out = result_.out.at(b, h) + i * result_.out.row_stride;
   std::fill_n(out, p_.value_width, T(0));
   for (Index c = 0; c < chunks_; ++c) {
     const T* from = part(first + c, row);
@@ -343,7 +352,7 @@ void AttentionDecode<E>::finish(Index task) const {
   }
   const T inverse = l == 0 ? 0 : T(p_.dropout.scale) / l;
   for (Index d = 0; d < p_.value_width; ++d) out[d] *= inverse;
-  result_.lse[task] = l == 0 ? -kInfinity<T> : (m + std::log2(l)) * kLn2<T>;
+  return l == 0 ? -kInfinity<T> : (m + std::log2(l)) * kLn2<T>;
 }
 
 }  // namespace attention_ops
