@@ -18,25 +18,40 @@ template <class W>
 struct WideProduct {
   W high, low;
 };
-struct MultiplyWide {
-  HOST_DEVICE WideProduct<uint32_t> operator()(uint32_t a, uint32_t b) const {
-    const uint64_t product = uint64_t(a) * b;
-    return {uint32_t(product >> 32), uint32_t(product)};
-  }
-};
+HOST_DEVICE inline WideProduct<uint32_t> multiply_wide(uint32_t a, uint32_t b) {
+  const uint64_t product = uint64_t(a) * b;
+  return {uint32_t(product >> 32), uint32_t(product)};
+}
 
-template <class W, class Multiply>
-HOST_DEVICE inline PhiloxWords<W> philox(W c0, W c1, W c2, W c3, uint32_t key0, uint32_t key1, Multiply multiply) {
-  for (int round = 0; round < 10; ++round) {
-    const WideProduct<W> a = multiply(c0, 0xD2511F53u), b = multiply(c2, 0xCD9E8D57u);
-    c0 = b.high ^ c1 ^ key0;
-    c1 = b.low;
-    c2 = a.high ^ c3 ^ key1;
-    c3 = a.low;
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-  return {{c0, c1, c2, c3}};
+// Each word is a number, which all lanes share, or a vector.
+template <class W0, class W1, class W2, class W3>
+struct PhiloxCounter {
+  W0 c0;
+  W1 c1;
+  W2 c2;
+  W3 c3;
+};
+template <class W0, class W1, class W2, class W3>
+PhiloxCounter(W0, W1, W2, W3) -> PhiloxCounter<W0, W1, W2, W3>;
+
+template <class Counter>
+HOST_DEVICE inline auto philox_round(const Counter& c, uint32_t& key0, uint32_t& key1) {
+  const auto a = multiply_wide(c.c0, 0xD2511F53u);
+  const auto b = multiply_wide(c.c2, 0xCD9E8D57u);
+  const PhiloxCounter next{b.high ^ c.c1 ^ key0, b.low, a.high ^ c.c3 ^ key1, a.low};
+  key0 += 0x9E3779B9u;
+  key1 += 0xBB67AE85u;
+  return next;
+}
+
+// After four rounds no word of a counter with a vector is a number any more.
+template <class Counter>
+HOST_DEVICE inline auto philox(const Counter& counter, uint32_t key0, uint32_t key1) {
+  const auto first = philox_round(counter, key0, key1);
+  const auto second = philox_round(first, key0, key1);
+  auto c = philox_round(philox_round(second, key0, key1), key0, key1);
+  for (int round = 4; round < 10; ++round) c = philox_round(c, key0, key1);
+  return PhiloxWords<decltype(c.c0)>{{c.c0, c.c1, c.c2, c.c3}};
 }
 
 // The stream of one batch and head. Counter (j / 8, i, head, batch) gives the 16 bits of eight neighbouring keys.
@@ -45,7 +60,7 @@ struct DropoutStream {
   uint32_t threshold;  // keep where bits >= threshold
 
   HOST_DEVICE Philox eight(uint32_t i, uint32_t group) const {
-    return philox(group, i, head, batch, key0, key1, MultiplyWide());
+    return philox(PhiloxCounter{group, i, head, batch}, key0, key1);
   }
   HOST_DEVICE bool keeps(const Philox& bits, int n) const {
     return ((bits.word[n / 2] >> (16 * (n % 2))) & 0xffff) >= threshold;

@@ -199,6 +199,7 @@ class AttentionBackward {
   void compute_tangent(const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel, Index row) const;
   void fill_gradients(const Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel, Index row) const;
   void score_gradient(const Scratch& w, Index row, int rows) const;
+  void drop(T* x, Ints<T> kept) const { store(x, kept ? splat(T(p_.dropout.scale)) * load(x) : Vec<T>{}); }
   void through_softcap(const Scratch& w) const;
   void add_terms(const Work& work, Block& block, Scratch& w, const Site<T, E>& site, const Panels& panel,
                  Index number) const;

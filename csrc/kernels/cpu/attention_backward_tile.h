@@ -40,8 +40,8 @@ void AttentionBackward<T, E>::run_tile(const Work& work, Block& block, Scratch& 
   }
   if (w.tile.tanh) through_softcap(w);
   if (w.keep) {
-    apply_kept<T, kWidth>(w.tile.s, w.tile, w.keep, T(p_.dropout.scale));
-    if (along_) apply_kept<T, kWidth>(w.dot.s, w.tile, w.keep, T(p_.dropout.scale));
+    each_vector<T, kWidth>(w.tile, [&](Index n, int) { drop(w.tile.s + n, load_lanes<T>(w.keep + n)); });
+    if (along_) each_vector<T, kWidth>(w.tile, [&](Index n, int) { drop(w.dot.s + n, load_lanes<T>(w.keep + n)); });
   }
   add_terms(work, block, w, site, panel, number);
 }
@@ -109,9 +109,11 @@ void AttentionBackward<T, E>::fill_gradients(const Block& block, Scratch& w, con
       if (has_rows) add_rows(w.dp_dot, p_.distance, at.do_dot_t), add_rows(w.dp_dot, along_->of.distance, at.do_t);
     }
   if (!w.keep) return;
-  fill_kept(w.keep, site, panel, block.key, block.keys);
-  apply_kept<T, kWidth>(w.dp, w.tile, w.keep, T(p_.dropout.scale));
-  if (along_) apply_kept<T, kWidth>(w.dp_dot, w.tile, w.keep, T(p_.dropout.scale));
+  each_kept(site, panel, block.key, w.tile, [&, keep = w.keep, dp = w.dp](Index n, Ints<T> kept) {
+    store_lanes<T>(keep + n, kept);
+    drop(dp + n, kept);
+    if (along_) drop(w.dp_dot + n, kept);
+  });
 }
 
 // ds = p (dp - delta), in place of dp, and the tangents of p and ds in place of those of log p and dp. All become 0

@@ -85,7 +85,7 @@ class AttentionForward {
     Index visited = 0;
     bool has_maximum = false;
     Pending pending;  // tiles whose rounded p are not yet multiplied with values
-    LaneInt<T>*moves = nullptr, *keep = nullptr;
+    LaneInt<T>* moves = nullptr;
     ScoreTile<T> tile;
 
     void take(Pieces& pieces, const Problem<T, E>& p, bool turns) {
@@ -94,7 +94,6 @@ class AttentionForward {
       if (kPaired<E>) pieces(rounded, kPairTiles * kTileKeys * kWidth);
       pieces(o_t, round_up(p.value_width, kRowUnit<E>) * kWidth);
       pieces(m, kWidth), pieces(l, kWidth), pieces(moves, kWidth);
-      if (p.dropout.on()) pieces(keep, Index(kTileKeys) * kWidth);
       tile.take(pieces, p, kWidth, /*derivatives=*/false);
     }
   };
@@ -128,7 +127,6 @@ class AttentionForward {
     find_cover(w.tile, site, panel, key, keys);
     if (w.tile.cover == Cover::none) return;
     ++w.visited;
-    if (p_.dropout.on()) fill_kept(w.keep, site, panel, key, keys);
     const bool clean = is_clean(w, site, key, keys);
     each_span(w.tile, [&](auto vectors, const Span& span) {
       const SpanOf<vectors> part(w, span);
@@ -143,7 +141,9 @@ class AttentionForward {
         part.move_maximum(p_.value_width);
         w.has_maximum = true;
       }
-      if (p_.dropout.on()) part.drop();
+      if (p_.dropout.on())
+        each_kept(site, panel, key, span,
+                  [s = w.tile.s](Index n, Ints<T> kept) { store(s + n, kept ? load(s + n) : Vec<T>{}); });
       const E* rows = site.v + (key + span.key) * p_.v.row_stride;
       if (!clean)
         add_visible_to_lanes<kWidth, vectors>(part.o_t, rows, p_.v.row_stride, part.s, p_.value_width, span.keys,
@@ -249,13 +249,12 @@ class AttentionForward {
   template <int NV>
   struct SpanOf {
     T *s, *o_t, *m, *l;
-    const LaneInt<T>*visible, *keep, *moves;
+    const LaneInt<T>*visible, *moves;
     int keys;
 
     SpanOf(const Scratch& w, const Span& span) : keys(span.keys) {
       const Index lane = span.vector * kLanes<T>, first = Index(span.key) * kWidth + lane;
       s = w.tile.s + first, o_t = w.o_t + lane, m = w.m + lane, l = w.l + lane, moves = w.moves + lane;
-      keep = w.keep ? w.keep + first : nullptr;
       visible = w.tile.cover == Cover::some ? w.tile.visible + first : nullptr;
     }
 
@@ -286,12 +285,6 @@ class AttentionForward {
           T* o = o_t + d * kWidth + v * kStep;
           store(o, alpha[v] * load(o));
         }
-    }
-
-    void drop() const {
-      for (int k = 0; k < keys; ++k)
-        for (int n = k * kWidth; n < k * kWidth + NV * kLanes<T>; n += kLanes<T>)
-          store(s + n, load_lanes<T>(keep + n) ? load(s + n) : Vec<T>{});
     }
 
     // o += p v for pairs; `v` is the tile's columns.

@@ -90,7 +90,8 @@ class AttentionJvp {
     find_cover(w.tile, site, panel, key, keys);
     if (w.tile.cover == Cover::none) return;
     ++w.visited;
-    if (w.keep) fill_kept(w.keep, site, panel, key, keys);
+    if (w.keep)
+      each_kept(site, panel, key, w.tile, [to = w.keep](Index n, Ints<T> kept) { store_lanes<T>(to + n, kept); });
     weigh(w, site, panel, key);
     compute_tangents(w.dot, w.tile, site, panel, along_, w.q_dot_t, key, keys);
     each_span(w.tile, [&](auto vectors, const Span& span) { move_weights<vectors>(w, span); });

@@ -4,43 +4,60 @@
 
 namespace attention_ops {
 
-// Lanes of 32 bits times m: those with even numbers, and those with odd ones, as lanes of 64.
-inline WideProduct<Words> multiply_wide(Words x, uint32_t m) {
-  const LongWords lanes = std::bit_cast<LongWords>(x), upper = LongWords{} + 0xffffffff00000000;
-  const LongWords even = multiply_lower(lanes, m), odd = multiply_lower(lanes >> 32, m);
-  return {std::bit_cast<Words>(even >> 32 | (odd & upper)), std::bit_cast<Words>((even & ~upper) | odd << 32)};
+// Lanes of 32 bits, those with even numbers and those with odd ones, as lower halves of lanes of 64. The upper halves
+// hold anything: products do not read them.
+struct SplitWords {
+  LongWords even, odd;
+
+  friend SplitWords operator^(SplitWords a, SplitWords b) { return {a.even ^ b.even, a.odd ^ b.odd}; }
+  friend SplitWords operator^(SplitWords a, uint32_t b) { return {a.even ^ b, a.odd ^ b}; }
+  friend SplitWords operator^(uint32_t a, SplitWords b) { return b ^ a; }
+};
+
+inline SplitWords split(Words x) {
+  const LongWords lanes = std::bit_cast<LongWords>(x);
+  return {lanes, lanes >> 32};
+}
+inline Words joined(SplitWords x) {
+  return std::bit_cast<Words>((x.even & 0xffffffff) | x.odd << 32);
+}
+inline WideProduct<SplitWords> multiply_wide(SplitWords x, uint32_t m) {
+  const LongWords even = multiply_lower(x.even, m), odd = multiply_lower(x.odd, m);
+  return {{even >> 32, odd >> 32}, {even, odd}};
 }
 
-// keep[key][lane] = -1 where dropout keeps the element, else 0.
-template <class T, class E>
-void fill_kept(LaneInt<T>* keep, const Site<T, E>& site, const Panel<T, E>& panel, Index key, int keys) {
-  constexpr int kWidth = Panel<T, E>::kWidth, kStep = kLanes<float>;
-  const DropoutStream& stream = site.dropout;
-  const auto words = [](Index x) { return Words{} + uint32_t(x); };
-  Words row = words(panel.first);
-  for (int lane = 0; lane < kStep; ++lane) row[lane] += lane;
-  for (Index group = key / 8; group <= (key + keys - 1) / 8; ++group)
-    for (int q = 0; q < kWidth; q += kStep) {
-      const PhiloxWords<Words> bits = philox(words(group), row + uint32_t(q), words(stream.head), words(stream.batch),
-                                             stream.key0, stream.key1, multiply_wide);
-      for (int n = 0; n < 8; ++n) {
-        const Index k = group * 8 + n - key;
-        if (k < 0 || k >= keys) continue;
-        const Ints<float> kept = ((bits.word[n / 2] >> (16 * (n % 2))) & 0xffff) >= stream.threshold;
-        LaneInt<T>* to = keep + k * kWidth + q;
-        if constexpr (sizeof(T) == sizeof(float))
-          store_lanes<T>(to, kept);
+// Calls f(offset of the element in the tile, lanes that dropout keeps) for each vector of a span, or of every span.
+template <class T, class E, class F>
+void each_kept(const Site<T, E>& site, const Panel<T, E>& panel, Index key, const Span span, F&& f) {
+  constexpr int kStep = kLanes<float>;
+  const DropoutStream stream = site.dropout;
+  const uint32_t dropped = uint32_t((uint64_t(stream.threshold) << 16) - 1);  // up to here, as the upper 16 bits
+  const int first = span.vector * kLanes<T>, last = first + span.vectors * kLanes<T>;
+  for (int lane = first; lane < last; lane += kStep) {
+    Words row = Words{} + uint32_t(panel.first + lane);
+    for (int n = 0; n < kStep; ++n) row[n] += n;
+    for (int k = span.key; k < span.key + span.keys; k += 8) {
+      const PhiloxWords<SplitWords> bits = philox(
+          PhiloxCounter{uint32_t((key + k) / 8), split(row), stream.head, stream.batch}, stream.key0, stream.key1);
+      for (int n = 0; n < std::min(8, span.key + span.keys - k); ++n) {
+        const Words word = joined(bits.word[n / 2]);
+        const Ints<float> kept = (n % 2 == 1 ? word : word << 16) > dropped;
+        const Index offset = Index(k + n) * Panel<T, E>::kWidth + lane;
+        if constexpr (kLanes<T> == kStep)
+          f(offset, kept);
         else
-          for (int lane = 0; lane < std::min(kStep, kWidth - q); ++lane) to[lane] = kept[lane];
+          for (int part = 0; part < std::min(kStep, last - lane); part += kLanes<T>) {
+            Ints<T> wide;
+            for (int m = 0; m < kLanes<T>; ++m) wide[m] = kept[part + m];
+            f(offset + part, wide);
+          }
       }
     }
+  }
 }
-
-// x = keep ? factor * x : 0
-template <class T, int Width>
-void apply_kept(T* x, const ScoreTile<T>& tile, const LaneInt<T>* keep, T factor) {
-  each_vector<T, Width>(
-      tile, [&](Index n, int) { store(x + n, load_lanes<T>(keep + n) ? splat(factor) * load(x + n) : Vec<T>{}); });
+template <class T, class E, class F>
+void each_kept(const Site<T, E>& site, const Panel<T, E>& panel, Index key, const ScoreTile<T>& tile, F&& f) {
+  for (int n = 0; n < tile.number_of_spans; ++n) each_kept(site, panel, key, tile.spans[n], f);
 }
 
 }  // namespace attention_ops
