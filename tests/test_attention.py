@@ -244,6 +244,23 @@ def test_gradient_of_a_bias_larger_than_the_caches(keys, batch, dtype):
     assert torch.equal(gradient(slice(6)), torch.cat([gradient(slice(h, h + 1)) for h in range(6)], 1))
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 6e-7), (torch.float64, 1e-14)], ids=str)
+@pytest.mark.parametrize("queries", [1, 2000])
+def test_softcap_is_tanh_over_the_whole_range(queries, dtype, rtol):
+    """With one key lse is the capped score: a small one as it is, a far one the cap. The cap is large, since lse has an
+    error of 1e-7."""
+    cap = 2.0**27
+    grid = (torch.logspace(-8, 29, 999), torch.linspace(0, 12, 1000), torch.tensor([torch.inf]))
+    units = torch.cat([sign * x.to(dtype) for x in grid for sign in (1, -1)])
+    query = (units * cap).view(1, -1, queries, 1)
+    one = torch.ones(1, query.shape[1], 1, 1, dtype=dtype)
+    out, lse = attention_ops.attention(query, one, one, scale=1.0, softcap=cap, return_lse=True)
+    torch.testing.assert_close(lse.flatten(), (cap * units.double().tanh()).to(dtype), rtol=rtol, atol=1e-7)
+    assert lse.abs().max() <= cap * (1 + rtol / 4)
+    assert torch.equal(out, torch.ones_like(query))
+
+
 def test_float32_bias_with_half_inputs_gets_a_float32_gradient():
     query = torch.randn(1, 2, 5, 8, dtype=torch.bfloat16)
     bias = torch.randn(1, 1, 5, 5, requires_grad=True)

@@ -116,9 +116,17 @@ def test_opcheck_public_operators():
     tables = dict(zip(("distance_bias", "relative_key", "relative_value"), distance.split((1, 8, 3), -1), strict=True))
     tables["distance_bias"] = tables["distance_bias"][..., 0]
     torch.library.opcheck(OPS.attention.default, (query, key, value, data, mask, bias, sinks, 0.3, 1.5), tables)
+    torch.library.opcheck(OPS.attention.plain, (query, key, value, "causal"))
     del tables["relative_value"]
     torch.library.opcheck(OPS.attention_weights.default, (query, key, data, mask, bias, sinks), tables)
     torch.library.opcheck(OPS.attention_summaries.default, (query, key, data, mask, bias, sinks), tables)
+
+
+def test_the_plain_operator_is_the_operator_without_options():
+    query, key, value = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    for mask in ("", "causal"):
+        plain, full = OPS.attention(query, key, value, mask), OPS.attention(query, key, value, [], mask)
+        assert all(torch.equal(a, b) for a, b in zip(plain, full, strict=True))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -239,9 +239,11 @@ void AttentionDecode<E>::compute_scores(Scratch& w, const StoredRows<E>& k, int 
   const Index size = Index(keys) * R, vectors = (size + kStep - 1) / kStep;
   w.tile.number_of_spans = 1;
   w.tile.spans[0] = {0, int(vectors), 0, 1};
-  if (p_.softcap > 0)
-    apply_softcap<T, kStep>(w.tile, p_, w.tile.spans[0]);
-  else if (p_.adds())
+  if (p_.softcap > 0) {
+    const Softcap<T, kStep> cap(w.tile, p_);
+    each_vector<T, kStep>(w.tile, [&](Index n, int) { store(w.tile.s + n, cap(load(w.tile.s + n), n)); });
+  }
+  if (p_.softcap == 0 && p_.adds())
     each_vector<T, kStep>(w.tile,
                           [&](Index n, int) { store(w.tile.s + n, load(w.tile.s + n) + load(w.tile.bias + n)); });
   if (w.tile.cover == Cover::some)

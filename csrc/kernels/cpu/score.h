@@ -82,9 +82,9 @@ inline __attribute__((always_inline)) void each_vector(const ScoreTile<T>& tile,
 // range's ends become the ends.
 template <class T>
 inline __attribute__((always_inline)) Vec<T> scaled_bias(Vec<T> x) {
-  const Vec<T> limit = splat(std::numeric_limits<T>::max()), scaled = x * splat(kLog2e<T>);
-  const Vec<T> low = scaled < -limit ? -limit : scaled, clamped = low > limit ? limit : low;
-  return (x >= -limit) & (x <= limit) ? clamped : x;  // infinities and NaN as they are
+  constexpr T most = std::numeric_limits<T>::max();
+  const Ints<T> finite = (x >= splat(-most)) & (x <= splat(most));
+  return finite ? clamped<T>(x * splat(kLog2e<T>), most) : x;
 }
 
 // out[key][query] = map(x) of one batch and head, for the `rows` queries of a panel.
@@ -128,10 +128,10 @@ void load_by_distance(T* out, const DistanceTable<T>& table, const Site<T, E>& s
 // The sum of two biases: finite ones stay finite, and either one's minus infinity hides the place.
 template <class T>
 Vec<T> sum_of_biases(Vec<T> a, Vec<T> b) {
-  const Vec<T> hidden = splat(-kInfinity<T>);
-  const Vec<T> limit = splat(std::numeric_limits<T>::max()), sum = a + b;
-  const Vec<T> low = sum < -limit ? -limit : sum, clamped = low > limit ? limit : low;
-  const Vec<T> visible = (a >= -limit) & (a <= limit) & (b >= -limit) & (b <= limit) ? clamped : sum;
+  constexpr T most = std::numeric_limits<T>::max();
+  const Vec<T> hidden = splat(-kInfinity<T>), limit = splat(most), sum = a + b;
+  const Ints<T> finite = (a >= -limit) & (a <= limit) & (b >= -limit) & (b <= limit);
+  const Vec<T> visible = finite ? clamped<T>(sum, most) : sum;
   return (a == hidden) | (b == hidden) ? hidden : visible;
 }
 
@@ -283,15 +283,30 @@ void find_cover(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& p
                                   site, panel, key);
 }
 
-template <class T, int Width, class E>
-void apply_softcap(const ScoreTile<T>& tile, const Problem<T, E>& p, const Span& span) {
-  const Vec<T> unit = splat(p.softcap * kLog2e<T>);
-  each_vector<T, Width>(span, [&](Index n, int) {
-    const Vec<T> t = tanh<T>(load(tile.s + n));
-    store(tile.s + n, tile.added ? fma(t, unit, load(tile.template added_at<Width>(n))) : t * unit);
-    if (tile.tanh) store(tile.tanh + n, t);
-  });
-}
+// The softcap of products, the bias added to it. Copies, which no store can change.
+template <class T, int Width>
+struct Softcap {
+  template <class E>
+  Softcap(const ScoreTile<T>& tile, const Problem<T, E>& p)
+      : unit(splat(p.softcap * kLog2e<T>)),
+        tanh_to(tile.tanh),
+        visible(tile.cover == Cover::some ? tile.visible : nullptr),
+        added(tile.added),
+        added_stride(tile.added_stride) {}
+
+  bool on() const { return unit[0] > 0; }
+  Vec<T> operator()(Vec<T> x, Index n) const {
+    const Vec<T> t = tanh(x);
+    if (tanh_to) store(tanh_to + n, !visible ? t : load_lanes<T>(visible + n) ? t : Vec<T>{});
+    return added ? fma(t, unit, load(added + n / Width * added_stride + n % Width)) : t * unit;
+  }
+
+  Vec<T> unit;
+  T* tanh_to;
+  const LaneInt<T>* visible;
+  const T* added;
+  Index added_stride;
+};
 
 // Calls use(sum, offset, v) with each vector of query_factor() q (k + a)' + bias of one span, while it is in a
 // register. With a softcap the bias comes later.
@@ -342,13 +357,13 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
 template <class T, int NV, class E>
 void span_scores(const ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel, Index key,
                  const Span& span) {
-  span_products<T, NV>(tile, site, panel, key, span, [&](Vec<T> x, Index n, int) { store(tile.s + n, x); });
-  if (site.of.softcap > 0) apply_softcap<T, Panel<T, E>::kWidth>(tile, site.of, span);
+  constexpr int kWidth = Panel<T, E>::kWidth;
+  const Softcap<T, kWidth> cap(tile, site.of);
+  span_products<T, NV>(tile, site, panel, key, span,
+                       [&](Vec<T> x, Index n, int) { store(tile.s + n, cap.on() ? cap(x, n) : x); });
   if (tile.cover == Cover::some)
-    each_vector<T, Panel<T, E>::kWidth>(span, [&](Index n, int) {
-      const Ints<T> visible = load_lanes<T>(tile.visible + n);
-      store(tile.s + n, visible ? load(tile.s + n) : splat(-kInfinity<T>));
-      if (tile.tanh) store(tile.tanh + n, visible ? load(tile.tanh + n) : Vec<T>{});
+    each_vector<T, kWidth>(span, [&](Index n, int) {
+      store(tile.s + n, load_lanes<T>(tile.visible + n) ? load(tile.s + n) : splat(-kInfinity<T>));
     });
 }
 
@@ -358,18 +373,19 @@ template <class T, int NV, class E, class Exponent, class Use>
 inline __attribute__((always_inline)) void span_weights(const ScoreTile<T>& tile, const Site<T, E>& site,
                                                         const Panel<T, E>& panel, Index key, const Span& span,
                                                         Exponent&& exponent, Use&& use) {
+  constexpr int kWidth = Panel<T, E>::kWidth;
+  T* const s = tile.s;
   const LaneInt<T>* visible = tile.cover == Cover::some ? tile.visible : nullptr;
   const auto weigh = [&](Vec<T> score, Index n, int v) {
     Vec<T> x = exponent(score, n, v);
     if (visible) x = load_lanes<T>(visible + n) ? x : splat(-kInfinity<T>);
     const Vec<T> p = exp2<T, E>(x);
-    store(tile.s + n, p);
+    store(s + n, p);
     use(p, v);
   };
   if (site.of.softcap == 0) return span_products<T, NV>(tile, site, panel, key, span, weigh);
-  span_scores<T, NV>(tile, site, panel, key, span);
-  each_vector<T, Panel<T, E>::kWidth>(
-      span, [&](Index n, int lane) { weigh(load(tile.s + n), n, lane / kLanes<T> - span.vector); });
+  const Softcap<T, kWidth> cap(tile, site.of);
+  span_products<T, NV>(tile, site, panel, key, span, [&](Vec<T> x, Index n, int v) { weigh(cap(x, n), n, v); });
 }
 
 // Fills the tile; its cover is `none`, and nothing is computed, where it has no visible element.

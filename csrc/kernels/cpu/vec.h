@@ -123,10 +123,14 @@ inline auto not_finite(V x) {
   return std::bit_cast<decltype(x == x)>(x - x);
 }
 
-// The larger; b where either is NaN.
+// The larger, the smaller; b where either is NaN.
 template <class V>
 inline V max(V a, V b) {
   return a > b ? a : b;
+}
+template <class V>
+inline V min(V a, V b) {
+  return a < b ? a : b;
 }
 
 // mantissa * 2^n for whole n, and 0 where x < low. NaN goes through whatever its bits; beyond the range of normal
@@ -339,6 +343,9 @@ inline Vec<float> max(Vec<float> a, Vec<float> b) {
 inline Vec<double> max(Vec<double> a, Vec<double> b) {
   return _mm512_maskz_max_pd(0xff, a, b);
 }
+inline Vec<float> min(Vec<float> a, Vec<float> b) {
+  return _mm512_maskz_min_ps(0xffff, a, b);
+}
 // Below the normal range it is the flush of results that makes 0.
 template <>
 inline Vec<float> scale_by_power<float>(Vec<float> mantissa, Vec<float> n, Vec<float>, Vec<float>, float) {
@@ -370,6 +377,9 @@ inline Vec<float> max(Vec<float> a, Vec<float> b) {
 }
 inline Vec<double> max(Vec<double> a, Vec<double> b) {
   return _mm256_max_pd(a, b);
+}
+inline Vec<float> min(Vec<float> a, Vec<float> b) {
+  return _mm256_min_ps(a, b);
 }
 #elif defined(__ARM_NEON)
 inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
