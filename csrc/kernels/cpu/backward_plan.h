@@ -78,7 +78,7 @@ struct BackwardPlan {
 
   // Runs of neighbouring blocks, which see the same rows, are dealt to and fro, which balances causal masks.
   Index group_of_block(Index block) const {
-    const Index run = block / std::clamp<Index>(key_blocks / (2 * key_groups), 1, 4);
+    const Index run = block / std::clamp<Index>(key_blocks / (2 * key_groups), 1, 8);
     const Index round = run / key_groups, place = run % key_groups;
     return round % 2 ? key_groups - 1 - place : place;
   }
