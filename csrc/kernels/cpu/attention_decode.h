@@ -139,8 +139,12 @@ void AttentionDecode<E>::run_panel(Scratch& w, Index task, Index first, int coun
   const Index b = task / chunks_ / p_.key_heads, hk = task / chunks_ % p_.key_heads;
   Rows rows;
   rows.reserve(count);
-  for (Index row = first; row < first + count; ++row)
-    rows.push_back({Site<T>(p_, b, hk * p_.group() + row / p_.queries), int32_t(row % p_.queries)});
+  Index head = hk * p_.group() + first / p_.queries, query = first % p_.queries;
+  for (int n = 0; n < count; ++n, ++query) {
+    if (query == p_.queries) query = 0, ++head;
+    n == 0 || query == 0 ? rows.push_back({Site<T>(p_, b, head), 0}) : rows.push_back(rows.back());
+    rows.back().query = int32_t(query);
+  }
   load_queries<R>(w, rows);
   std::fill_n(w.o, R * padded(p_.value_width), T(0));
   Sums sums;
