@@ -103,8 +103,8 @@ def attention(
         check_tensors("attention", query=query, key=key, value=value)
     spec, data = ("", []) if mask is None else _spec_and_data("attention", mask)
     # In one look: a small call spends as long here as in its kernel.
-    has_no_tensors = bias is sinks is seed is distance_bias is relative_key is relative_value is rope is None and not data
-    if has_no_tensors and scale is softcap is None and isinstance(dropout_p, float) and dropout_p == 0:
+    no_tensors = bias is sinks is seed is distance_bias is relative_key is relative_value is None and not data
+    if no_tensors and rope is scale is softcap is None and isinstance(dropout_p, float) and dropout_p == 0:
         out, lse = PLAIN_ATTENTION(query, key, value, spec)
     else:
         options = _given("attention", scale, softcap, bias, sinks, distance_bias, relative_key, relative_value)
@@ -292,11 +292,9 @@ TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TENSORS = ("bias", "sinks", "distance_bias", "relative_key", "relative_value")
 
 
-def _given(
-    operator: str, scale: float | None, softcap: float | None, *tensors: Tensor | None
-) -> dict[str, object]:
-    """The shared options that are not None; the tensors are TENSORS, or the first of them. The dispatcher works on every
-    argument that it gets: in a small call each one left to its default is time saved."""
+def _given(operator: str, scale: float | None, softcap: float | None, *tensors: Tensor | None) -> dict[str, object]:
+    """The shared options that are not None; the tensors are TENSORS, or the first of them. The dispatcher works on
+    every argument that it gets: in a small call each one left to its default is time saved."""
     options: dict[str, object] = {}
     for name, x in zip(TENSORS, tensors, strict=False):
         if x is not None:
