@@ -8,7 +8,7 @@
 
 namespace attention_ops {
 
-// What both kernels do with one panel: transposed queries, tile.s := log2 w, and dot.s := the tangent of log w.
+// What both kernels do with one panel: transposed queries, scores, and dot.s := the tangent of log w.
 template <class T>
 class WeightTiles {
  public:
@@ -42,10 +42,6 @@ class WeightTiles {
   bool step(const Site<T>& site, const Panels& panel, Index key, int keys) {
     if (compute_scores(tile_, site, panel, key, keys) == Cover::none) return false;
     visited_tiles.fetch_add(1, std::memory_order_relaxed);
-    each_vector<T, kWidth>(tile_, [&](Index n, int lane) {  // 0 where masked, also of a row that is NaN
-      const Vec<T> s = load(tile_.s + n);
-      store(tile_.s + n, s == splat(-kInfinity<T>) ? s : norm_.log2_weight(s, lane));
-    });
     if (!along_) return true;
     compute_tangents(dot_, tile_, site, panel, *along_, q_dot_t_, key, keys);
     each_vector<T, kWidth>(tile_,
@@ -53,7 +49,11 @@ class WeightTiles {
     return true;
   }
 
-  Vec<T> log2_weights(Index n) const { return load(tile_.s + n); }
+  // Of 0 where masked, also of a row that is NaN.
+  Vec<T> log2_weights(Index n, int lane) const {
+    const Vec<T> s = load(tile_.s + n);
+    return s == splat(-kInfinity<T>) ? s : norm_.log2_weight(s, lane);
+  }
   // w, or w_dot: 0 where w is, since masked places may hold anything.
   Vec<T> moved(Vec<T> w, Index n) const { return along_ ? w == Vec<T>{} ? w : w * load(dot_.s + n) : w; }
   bool moves() const { return along_; }
@@ -123,8 +123,8 @@ class AttentionWeights {
   };
 
   void add(T* weights, const Tiles& tiles) const {
-    each_vector<T, kWidth>(tiles.tile(), [&](Index n, int) {
-      store(weights + n, load(weights + n) + tiles.moved(exp2<T>(tiles.log2_weights(n)), n));
+    each_vector<T, kWidth>(tiles.tile(), [&](Index n, int lane) {
+      store(weights + n, load(weights + n) + tiles.moved(exp2<T>(tiles.log2_weights(n, lane)), n));
     });
   }
 
@@ -187,45 +187,59 @@ class AttentionSummaries {
   using Tiles = WeightTiles<T>;
   static constexpr int kVectors = Tiles::kVectors, kStep = Tiles::kStep, kWidth = Tiles::kWidth;
 
-  struct Rows {  // of a panel, in lanes
-    Vec<T> entropy[kVectors]{}, best[kVectors]{}, best_dot[kVectors]{};
-    Ints<T> place[kVectors]{};
+  struct Rows {  // in lanes
+    Vec<T> entropy{}, best{}, best_dot{};
+    Ints<T> place{};
   };
 
   Index columns() const { return p_.batch * p_.heads * p_.keys; }
 
   void run_panel(Tiles& tiles, const Site<T>& site, const typename Tiles::Panels& panel, T* sums) const {
-    Rows rows;
+    Rows rows[kVectors];
     alignas(kVectorBytes) LaneInt<T> real[kWidth];
     for (int q = 0; q < kWidth; ++q) real[q] = q < panel.count ? -1 : 0;
     for (Index key = 0; key < p_.keys; key += kTileKeys) {
       const int keys = int(std::min<Index>(kTileKeys, p_.keys - key));
-      if (!tiles.step(site, panel, key, keys)) continue;
-      each_vector<T, kWidth>(tiles.tile(), [&](Index n, int lane) {
-        const Index j = key + n / kWidth;
-        const Vec<T> w = add_weights(rows, tiles, n, lane / kStep, j);
-        store(sums + j * kStep, load(sums + j * kStep) + (load_lanes<T>(real + lane) ? w : Vec<T>{}));
-      });
+      if (tiles.step(site, panel, key, keys))
+        each_span(tiles.tile(), [&](auto vectors, const Span& span) {
+          add_span<vectors>(rows + span.vector, tiles, span, key, real + span.vector * kStep, sums + key * kStep);
+        });
     }
     const Index first = (site.b * p_.heads + site.h) * p_.queries + panel.first;
-    const Vec<T>* maximum = along_ ? rows.best_dot : rows.best;
     for (int q = 0; q < panel.count; ++q) {
-      result_.entropy[first + q] = rows.entropy[q / kStep][q % kStep] * -kLn2<T>;
-      result_.maximum[first + q] = maximum[q / kStep][q % kStep];
-      if (result_.argmax) result_.argmax[first + q] = rows.place[q / kStep][q % kStep];
+      const Rows& of = rows[q / kStep];
+      result_.entropy[first + q] = of.entropy[q % kStep] * -kLn2<T>;
+      result_.maximum[first + q] = (along_ ? of.best_dot : of.best)[q % kStep];
+      if (result_.argmax) result_.argmax[first + q] = of.place[q % kStep];
     }
   }
 
-  // Takes vector v of key j into the rows' summaries; gives its weights, or their tangents. That of -w log w is
-  // -w_dot (log w + 1).
-  static Vec<T> add_weights(Rows& rows, const Tiles& tiles, Index n, int v, Index j) {
-    const Vec<T> x = tiles.log2_weights(n), w = exp2<T>(x), moved = tiles.moved(w, n);
+  template <int NV>
+  static void add_span(Rows* to, const Tiles& tiles, const Span span, Index key, const LaneInt<T>* real, T* sums) {
+    Rows rows[NV];
+    for (int v = 0; v < NV; ++v) rows[v] = to[v];
+    for (int k = span.key; k < span.key + span.keys; ++k) {
+      Vec<T> sum = load(sums + k * kStep);
+      for (int v = 0; v < NV; ++v) {
+        const Vec<T> w = add_weights(rows[v], tiles, k, (span.vector + v) * kStep, key);
+        sum += load_lanes<T>(real + v * kStep) ? w : Vec<T>{};
+      }
+      store(sums + k * kStep, sum);
+    }
+    for (int v = 0; v < NV; ++v) to[v] = rows[v];
+  }
+
+  // Takes a vector of the tile's key k into its rows' summaries; gives its weights, or their tangents. That of -w log w
+  // is -w_dot (log w + 1).
+  static Vec<T> add_weights(Rows& rows, const Tiles& tiles, int k, int lane, Index key) {
+    const Index n = Index(k) * kWidth + lane;
+    const Vec<T> x = tiles.log2_weights(n, lane), w = exp2<T>(x), moved = tiles.moved(w, n);
     const Vec<T> log2_w = tiles.moves() ? x + splat(kLog2e<T>) : x;
-    rows.entropy[v] += x < splat(Exp2Constants<T>::low) ? Vec<T>{} : moved * log2_w;
-    const Ints<T> better = ((w > rows.best[v]) | (w != w)) & (rows.best[v] == rows.best[v]);
-    rows.best[v] = better ? w : rows.best[v];
-    rows.best_dot[v] = better ? moved : rows.best_dot[v];
-    rows.place[v] = better ? LaneInt<T>(j) - Ints<T>{} : rows.place[v];
+    rows.entropy += x < splat(Exp2Constants<T>::low) ? Vec<T>{} : moved * log2_w;
+    const Ints<T> better = ((w > rows.best) | (w != w)) & (rows.best == rows.best);
+    rows.best = better ? w : rows.best;
+    rows.best_dot = better ? moved : rows.best_dot;
+    rows.place = better ? LaneInt<T>(key + k) - Ints<T>{} : rows.place;
     return moved;
   }
 
