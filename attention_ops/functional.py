@@ -104,7 +104,7 @@ def attention(
     spec, data = ("", []) if mask is None else _spec_and_data("attention", mask)
     # In one look: a small call spends as long here as in its kernel.
     no_tensors = bias is sinks is seed is distance_bias is relative_key is relative_value is None and not data
-    if no_tensors and rope is scale is softcap is None and isinstance(dropout_p, float) and dropout_p == 0:
+    if no_tensors and rope is scale is softcap is None and not isinstance(dropout_p, Tensor) and dropout_p == 0:
         out, lse = PLAIN_ATTENTION(query, key, value, spec)
     else:
         options = _given("attention", scale, softcap, bias, sinks, distance_bias, relative_key, relative_value)

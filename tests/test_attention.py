@@ -249,14 +249,14 @@ def test_gradient_of_a_bias_larger_than_the_caches(keys, batch, dtype):
 @pytest.mark.parametrize("queries", [1, 2000])
 def test_softcap_is_tanh_over_the_whole_range(queries, dtype, rtol):
     """With one key lse is the capped score: a small one as it is, a far one the cap. The cap is large, since lse has an
-    error of 1e-7."""
+    error of 2e-7."""
     cap = 2.0**27
     grid = (torch.logspace(-8, 29, 999), torch.linspace(0, 12, 1000), torch.tensor([torch.inf]))
     units = torch.cat([sign * x.to(dtype) for x in grid for sign in (1, -1)])
     query = (units * cap).view(1, -1, queries, 1)
     one = torch.ones(1, query.shape[1], 1, 1, dtype=dtype)
     out, lse = attention_ops.attention(query, one, one, scale=1.0, softcap=cap, return_lse=True)
-    torch.testing.assert_close(lse.flatten(), (cap * units.double().tanh()).to(dtype), rtol=rtol, atol=1e-7)
+    torch.testing.assert_close(lse.flatten(), (cap * units.double().tanh()).to(dtype), rtol=rtol, atol=2e-7)
     assert lse.abs().max() <= cap * (1 + rtol / 4)
     assert torch.equal(out, torch.ones_like(query))
 

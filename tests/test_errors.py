@@ -246,6 +246,19 @@ def test_what_is_no_tensor(operator, name, wrong):
         getattr(attention_ops, operator)(**tensors)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_dropout_p_is_no_tensor(p):
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(TypeError, match=r"^attention: expected dropout_p a number, got Parameter$"):
+        attention_ops.attention(x, x, x, dropout_p=torch.nn.Parameter(torch.tensor(p)))
+
+
+def test_a_seed_is_checked_without_dropout_too():
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(TypeError, match=r"^attention: expected seed dtype int64, got int32"):
+        attention_ops.attention(x, x, x, seed=torch.tensor([1], dtype=torch.int32))
+
+
 NUMBERS = [(operator, name) for operator in PUBLIC[:3] for name in ("scale", "softcap")] + [(PUBLIC[3], "scale")]
 
 

@@ -76,9 +76,11 @@ struct BackwardPlan {
                                    : std::pair<Index, Index>(first, first + 1);
   }
 
-  // Runs of neighbouring blocks, which see the same rows, are dealt to and fro, which balances causal masks.
+  // Runs of neighbouring blocks, which see the same rows, are dealt to and fro, which balances causal masks. Of eight
+  // where every round is then whole; otherwise of as many as are gathered at a time, or fewer.
   Index group_of_block(Index block) const {
-    const Index run = block / std::clamp<Index>(key_blocks / (2 * key_groups), 1, 8);
+    const Index least = 2 * key_groups;
+    const Index run = block / (key_blocks % (8 * least) == 0 ? 8 : std::clamp<Index>(key_blocks / least, 1, 4));
     const Index round = run / key_groups, place = run % key_groups;
     return round % 2 ? key_groups - 1 - place : place;
   }

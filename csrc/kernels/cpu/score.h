@@ -367,8 +367,8 @@ void span_scores(const ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T
     });
 }
 
-// s := p = 2^exponent(score, offset, v) for one span, 0 where masked; calls use(p, v) on the way. Without a softcap
-// that is one pass, in registers.
+// s := p = 2^exponent(score, offset, v) for one span, 0 where masked; calls use(p, v) on the way: one
+// pass, in registers.
 template <class T, int NV, class E, class Exponent, class Use>
 inline __attribute__((always_inline)) void span_weights(const ScoreTile<T>& tile, const Site<T, E>& site,
                                                         const Panel<T, E>& panel, Index key, const Span& span,
