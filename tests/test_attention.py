@@ -248,17 +248,32 @@ def test_gradient_of_a_bias_larger_than_the_caches(keys, batch, dtype):
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 6e-7), (torch.float64, 1e-14)], ids=str)
 @pytest.mark.parametrize("queries", [1, 2000])
 def test_softcap_is_tanh_over_the_whole_range(queries, dtype, rtol):
-    """With one key lse is the capped score: a small one as it is, a far one the cap. The cap is large, since lse has an
-    error of 2e-7."""
+    """With one key lse is the capped score: a small one as it is, a far one the cap. The cap is so large that an error
+    of lse itself, 1e-7 at a score of 0, is none."""
     cap = 2.0**27
-    grid = (torch.logspace(-8, 29, 999), torch.linspace(0, 12, 1000), torch.tensor([torch.inf]))
+    grid = (torch.logspace(-8, 29, 999), torch.linspace(0.01, 12, 1000), torch.tensor([torch.inf]))
     units = torch.cat([sign * x.to(dtype) for x in grid for sign in (1, -1)])
     query = (units * cap).view(1, -1, queries, 1)
     one = torch.ones(1, query.shape[1], 1, 1, dtype=dtype)
-    out, lse = attention_ops.attention(query, one, one, scale=1.0, softcap=cap, return_lse=True)
-    torch.testing.assert_close(lse.flatten(), (cap * units.double().tanh()).to(dtype), rtol=rtol, atol=2e-7)
+    options = {"scale": 1.0, "softcap": cap, "return_lse": True}
+    out, lse = attention_ops.attention(query, one, one, **options)
+    torch.testing.assert_close(lse.flatten(), (cap * units.double().tanh()).to(dtype), rtol=rtol, atol=0)
     assert lse.abs().max() <= cap * (1 + rtol / 4)
     assert torch.equal(out, torch.ones_like(query))
+
+    for lost in attention_ops.attention(query * torch.nan, one, one, **options):
+        assert lost.isnan().all()
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
+def test_slope_of_softcap_over_the_whole_range(dtype, atol):
+    units = torch.cat([torch.logspace(-8, 29, 999), torch.linspace(-12, 12, 1000), torch.tensor([torch.inf])]).to(dtype)
+    query, one = units[:, None].clone().requires_grad_(), torch.ones(1, 1, dtype=dtype)
+    _, lse = attention_ops.attention(query, one, one, scale=1.0, softcap=1.0, return_lse=True)
+    (slope,) = torch.autograd.grad(lse.sum(), query)
+    torch.testing.assert_close(slope[:, 0], (units.double().cosh() ** -2).to(dtype), rtol=0, atol=atol)
+    assert (slope >= 0).all()
 
 
 def test_float32_bias_with_half_inputs_gets_a_float32_gradient():

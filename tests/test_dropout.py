@@ -44,6 +44,17 @@ def test_forward_uses_exactly_this_mask(mask, dtype):
     assert torch.equal(out != 0, visible & attention_ops.dropout_mask(seed, 2, 3, 70, 70, 0.3))
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("p", [2.0**-16, 0.3, 1 - 2.0**-16])
+def test_a_million_places_are_kept_as_the_formula_says(p, dtype):
+    """Some sixteen of them have just the 16 bits of the threshold, and as many those below it."""
+    length, seed = 1024, torch.tensor([2**40 + 17])
+    query = torch.zeros(1, 1, length, 4, dtype=dtype)
+    out = attention_ops.attention(query, query, torch.eye(length, dtype=dtype)[None, None], dropout_p=p, seed=seed)
+    assert torch.equal(out != 0, attention_ops.dropout_mask(seed, 1, 1, length, length, p))
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_backward_uses_the_same_mask_and_factor(p):
     query, key, value = (torch.randn(2, 2, 40, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
