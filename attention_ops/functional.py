@@ -293,8 +293,8 @@ TENSORS = ("bias", "sinks", "distance_bias", "relative_key", "relative_value")
 
 
 def _given(operator: str, scale: float | None, softcap: float | None, *tensors: Tensor | None) -> dict[str, object]:
-    """The shared options that are not None; the tensors are TENSORS, or the first of them. The dispatcher works on
-    every argument that it gets: in a small call each one left to its default is time saved."""
+    """The shared options that are not None, for the dispatcher works on every argument that it gets; the tensors are
+    TENSORS, or the first of them."""
     options: dict[str, object] = {}
     for name, x in zip(TENSORS, tensors, strict=False):
         if x is not None:

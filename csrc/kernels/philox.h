@@ -6,7 +6,7 @@
 
 namespace attention_ops {
 
-// W is a number of 32 bits or a vector of them.
+// W is a number of 32 bits, or one for each lane (SplitWords).
 template <class W>
 struct PhiloxWords {
   W word[4];

@@ -95,7 +95,6 @@ TORCH_LIBRARY_FRAGMENT(attention_ops, m) {
   m.def("_tile_shape(int itemsize) -> int[]");
 }
 
-// Without the last two the two vmaps find their slow loops before they find the composite.
 void implement(torch::Library& m) {
   m.impl("attention", attention);
   m.impl("attention.plain", plain_attention);
@@ -103,6 +102,7 @@ void implement(torch::Library& m) {
 TORCH_LIBRARY_IMPL(attention_ops, CompositeImplicitAutograd, m) {
   implement(m);
 }
+// Without these two the two vmaps find their slow loops before they find the composite.
 TORCH_LIBRARY_IMPL(attention_ops, FuncTorchBatchedDecomposition, m) {
   implement(m);
 }

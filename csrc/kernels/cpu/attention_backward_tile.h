@@ -109,11 +109,12 @@ void AttentionBackward<T, E>::fill_gradients(const Block& block, Scratch& w, con
       if (has_rows) add_rows(w.dp_dot, p_.distance, at.do_dot_t), add_rows(w.dp_dot, along_->of.distance, at.do_t);
     }
   if (!w.keep) return;
-  each_kept(site, panel, block.key, w.tile, [&, keep = w.keep, dp = w.dp](Index n, Ints<T> kept) {
-    store_lanes<T>(keep + n, kept);
-    drop(dp + n, kept);
-    if (along_) drop(w.dp_dot + n, kept);
-  });
+  each_kept(site, panel, block.key, w.tile,
+            [&, keep = w.keep, dp = w.dp, dp_dot = along_ ? w.dp_dot : nullptr](Index n, Ints<T> kept) {
+              store_lanes<T>(keep + n, kept);
+              drop(dp + n, kept);
+              if (dp_dot) drop(dp_dot + n, kept);
+            });
 }
 
 // ds = p (dp - delta), in place of dp, and the tangents of p and ds in place of those of log p and dp. All become 0

@@ -140,10 +140,9 @@ void AttentionDecode<E>::run_panel(Scratch& w, Index task, Index first, int coun
   Rows rows;
   rows.reserve(count);
   Index head = hk * p_.group() + first / p_.queries, query = first % p_.queries;
-  for (int n = 0; n < count; ++n, ++query) {
-    if (query == p_.queries) query = 0, ++head;
-    n == 0 || query == 0 ? rows.push_back({Site<T>(p_, b, head), 0}) : rows.push_back(rows.back());
-    rows.back().query = int32_t(query);
+  for (; Index(rows.size()) < count; ++head, query = 0) {
+    const Site<T> site(p_, b, head);
+    for (; query < p_.queries && Index(rows.size()) < count; ++query) rows.push_back({site, int32_t(query)});
   }
   load_queries<R>(w, rows);
   std::fill_n(w.o, R * padded(p_.value_width), T(0));
@@ -246,10 +245,10 @@ void AttentionDecode<E>::compute_scores(Scratch& w, const StoredRows<E>& k, int 
   if (p_.softcap > 0) {
     const Softcap<T, kStep> cap(w.tile, p_);
     each_vector<T, kStep>(w.tile, [&](Index n, int) { store(w.tile.s + n, cap(load(w.tile.s + n), n)); });
-  }
-  if (p_.softcap == 0 && p_.adds())
+  } else if (p_.adds()) {
     each_vector<T, kStep>(w.tile,
                           [&](Index n, int) { store(w.tile.s + n, load(w.tile.s + n) + load(w.tile.bias + n)); });
+  }
   if (w.tile.cover == Cover::some)
     each_vector<T, kStep>(w.tile, [&](Index n, int) {
       store(w.tile.s + n, load_lanes<T>(w.tile.visible + n) ? load(w.tile.s + n) : splat(-kInfinity<T>));
@@ -306,10 +305,10 @@ template <int R>
 void AttentionDecode<E>::run_tile(Scratch& w, Sums& sums, const Rows& rows, Index key, int keys) const {
   visited_tiles.fetch_add(1, std::memory_order_relaxed);
   if (w.tile.cover == Cover::some) fill_visible<R>(w, rows, key, keys);
-  w.tile.added = nullptr;
+  w.tile.added = {};
   if (p_.adds()) {
     fill_bias<R>(w, rows, key, keys);
-    w.tile.added = w.tile.bias, w.tile.added_stride = kStep;
+    w.tile.added = {w.tile.bias, kStep};
     hide_infinite_bias<T, R>(w.tile, keys);
   }
   if (p_.dropout.on()) fill_kept<R>(w, rows, key);

@@ -27,8 +27,10 @@ inline WideProduct<SplitWords> multiply_wide(SplitWords x, uint32_t m) {
 }
 
 // Calls f(offset of the element in the tile, lanes that dropout keeps) for each vector of a span, or of every span.
+// Dropout is on, and both the tile and its spans begin at a multiple of eight keys.
 template <class T, class E, class F>
 void each_kept(const Site<T, E>& site, const Panel<T, E>& panel, Index key, const Span span, F&& f) {
+  static_assert(kTileKeys % 8 == 0 && kSpanKeys % 8 == 0);
   constexpr int kStep = kLanes<float>;
   const DropoutStream stream = site.dropout;
   const uint32_t dropped = uint32_t((uint64_t(stream.threshold) << 16) - 1);  // up to here, as the upper 16 bits

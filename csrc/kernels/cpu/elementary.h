@@ -12,12 +12,11 @@ constexpr T kLog2e = std::numbers::log2e_v<T>;
 template <class T>
 constexpr T kLn2 = std::numbers::ln2_v<T>;
 
-// ln(2)^k / k! for k = N .. 1: (2^f - 1) / f to the last bit for |f| <= 0.5 with N = 7 (float) or 13 (double).
-template <class T, size_t N>
-constexpr std::array<T, N> exp2_series() {
-  std::array<T, N> terms{};
+// ln(2)^k / k! for k = 13 .. 1: (2^f - 1) / f to the last bit of a double for |f| <= 0.5.
+constexpr std::array<double, 13> exp2_series() {
+  std::array<double, 13> terms{};
   double term = 1;
-  for (size_t k = 1; k <= N; ++k) terms[N - k] = T(term *= kLn2<double> / double(k));
+  for (size_t k = 1; k <= terms.size(); ++k) terms[terms.size() - k] = term *= kLn2<double> / double(k);
   return terms;
 }
 
@@ -26,7 +25,7 @@ struct Exp2Constants;
 
 template <>
 struct Exp2Constants<float> {
-  // Minimax of (2^f - one) / f, two terms shorter than the series; `one` centres its error (2.1e-7 relative).
+  // Minimax of (2^f - one) / f, two terms shorter than its series; `one` centres its error (2.1e-7 relative).
   static constexpr std::array<float, 5> fast = {1.327647217e-3f, 9.675541331e-3f, 5.550713273e-2f, 2.402211972e-1f,
                                                 6.931469671e-1f};
   // Minimax of 2^f for 0 <= f < 1 (1.5e-7 relative).
@@ -41,7 +40,7 @@ struct Exp2Constants<float> {
 
 template <>
 struct Exp2Constants<double> {
-  static constexpr std::array<double, 13> exact = exp2_series<double, 13>(), fast = exact;
+  static constexpr std::array<double, 13> fast = exp2_series();
   static constexpr double one = 1, shifter = 0x1.8p52, low = -1022;
 };
 
@@ -58,10 +57,10 @@ inline Vec<T> evaluate(const std::array<T, N>& polynomial, Vec<T> f) {
   return r;
 }
 
-template <class T, size_t N>
-inline Exp2Parts<T> split_exp2(Vec<T> x, const std::array<T, N>& polynomial) {
+template <class T>
+inline Exp2Parts<T> split_exp2(Vec<T> x) {
   const Vec<T> shifter = splat(Exp2Constants<T>::shifter), shifted = x + shifter, n = shifted - shifter, f = x - n;
-  return {n, shifted, f, evaluate<T>(polynomial, f)};
+  return {n, shifted, f, evaluate<T>(Exp2Constants<T>::fast, f)};
 }
 
 // 0 below the smallest normal number (where results are flushed), NaN through. E: the elements of the products that it
@@ -73,7 +72,7 @@ inline Vec<T> exp2(Vec<T> x) {
     return scale_by_floor<T>(evaluate<T>(C::short_floored, fraction<T>(x)), x);
   else if constexpr (kFloors<T>)
     return scale_by_floor<T>(evaluate<T>(C::floored, fraction<T>(x)), x);
-  const Exp2Parts<T> parts = split_exp2<T>(x, C::fast);
+  const Exp2Parts<T> parts = split_exp2<T>(x);
   return scale_by_power<T>(fma(parts.slope, parts.f, splat(C::one)), parts.n, parts.shifted, x, C::low);
 }
 
@@ -107,7 +106,7 @@ inline Vec<T> clamped(Vec<T> x, T limit) {
 inline Vec<double> tanh(Vec<double> x) {
   using T = double;
   const Vec<T> y = clamped<T>(x, 20) * splat(2 * kLog2e<T>);
-  const Exp2Parts<T> parts = split_exp2<T>(y, Exp2Constants<T>::exact);
+  const Exp2Parts<T> parts = split_exp2<T>(y);
   const Vec<T> power = scale_by_power<T>(splat(T(1)), parts.n, parts.shifted, y, Exp2Constants<T>::low);
   const Vec<T> e = fma(power, parts.slope * parts.f, power - splat(T(1)));
   return e / (e + splat(T(2)));

@@ -19,14 +19,23 @@ struct Ahead {
   Index rows = 0, keys = kTileKeys;
 };
 
+// What is added to the products: of key k in lanes, `stride` from those of key k - 1. Null: nothing.
+template <class T>
+struct Added {
+  const T* data = nullptr;
+  Index stride = 0;
+
+  explicit operator bool() const { return data; }
+  Vec<T> at(Index key, Index lane) const { return load(data + key * stride + lane); }
+};
+
 // Buffers of a tile, [kTileKeys, panel width] each, and what is known of it.
 template <class T>
 struct ScoreTile {
   T* s = nullptr;
   T* bias = nullptr;         // where the problem has one, or one by distance
   T* by_distance = nullptr;  // [kTileKeys + panel width]: those of a tile, the farthest key of the first query last
-  const T* added = nullptr;  // to the products of key k, in lanes, at k * added_stride; null: nothing
-  Index added_stride = 0;
+  Added<T> added;
   T* relative = nullptr;  // q a', where the problem has such rows
   Skew<T> skew;
   T* tanh = nullptr;              // of products / softcap, for derivatives; 0 where masked
@@ -37,12 +46,6 @@ struct ScoreTile {
   Cover cover = Cover::none;
   int number_of_spans = 0;
   Span spans[kTileKeys / kSpanKeys];
-
-  // What is added to element n.
-  template <int Width>
-  const T* added_at(Index n) const {
-    return added + n / Width * added_stride + n % Width;
-  }
 
   template <class E>
   void take(Pieces& pieces, const Problem<T, E>& p, int width, bool derivatives) {
@@ -162,14 +165,14 @@ template <class T, class E>
 void find_added(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel, Index key, int keys) {
   constexpr int kWidth = Panel<T, E>::kWidth;
   const Problem<T, E>& p = site.of;
-  tile.added = nullptr;
+  tile.added = {};
   if (tile.cover == Cover::none || !p.adds()) return;
   const T* nearest = tile.by_distance + keys - 1;  // of key 0
   if (p.distance.defined())
     load_by_distance(tile.by_distance, p.distance, site, panel, key, keys, [](Vec<T> x) { return scaled_bias<T>(x); });
   const auto hides = [](T x) { return x == -kInfinity<T>; };
   if (!p.bias.defined() && std::none_of(tile.by_distance, tile.by_distance + keys + kWidth - 1, hides)) {
-    tile.added = nearest, tile.added_stride = -1;
+    tile.added = {nearest, -1};
     return;
   }
   const bool is_finite = p.bias.defined() && load_bias(tile, site, panel, key, keys);
@@ -178,7 +181,7 @@ void find_added(ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& p
     store(tile.bias + n, p.bias.defined() ? sum_of_biases<T>(load(tile.bias + n), x) : x);
   }
   if (!is_finite || p.distance.defined()) hide_infinite_bias<T, kWidth>(tile, keys);
-  tile.added = tile.bias, tile.added_stride = kWidth;
+  tile.added = {tile.bias, kWidth};
 }
 
 // Calls f(offset of its first element, first lane, block, rows of `table` from column c on) for each vector of a span.
@@ -291,21 +294,18 @@ struct Softcap {
       : unit(splat(p.softcap * kLog2e<T>)),
         tanh_to(tile.tanh),
         visible(tile.cover == Cover::some ? tile.visible : nullptr),
-        added(tile.added),
-        added_stride(tile.added_stride) {}
+        added(tile.added) {}
 
-  bool on() const { return unit[0] > 0; }
   Vec<T> operator()(Vec<T> x, Index n) const {
     const Vec<T> t = tanh(x);
     if (tanh_to) store(tanh_to + n, !visible ? t : load_lanes<T>(visible + n) ? t : Vec<T>{});
-    return added ? fma(t, unit, load(added + n / Width * added_stride + n % Width)) : t * unit;
+    return added ? fma(t, unit, added.at(n / Width, n % Width)) : t * unit;
   }
 
   Vec<T> unit;
   T* tanh_to;
   const LaneInt<T>* visible;
-  const T* added;
-  Index added_stride;
+  Added<T> added;
 };
 
 // Calls use(sum, offset, v) with each vector of query_factor() q (k + a)' + bias of one span, while it is in a
@@ -327,7 +327,7 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
     each<T, rows, NV>(acc, [&](Vec<T>& x, int i, int v) {
       const Index n = (first + i) * kWidth + lane + v * kStep;
       if (tile.relative) x += load(tile.relative + n);
-      use(adds ? x + load(tile.added + (first + i) * tile.added_stride + lane + v * kStep) : x, n, v);
+      use(adds ? x + tile.added.at(first + i, lane + v * kStep) : x, n, v);
     });
   });
 }
@@ -348,7 +348,7 @@ inline __attribute__((always_inline)) void span_products(const ScoreTile<T>& til
     if (tile.added) tile.next_bias.ask(n / kWidth);
     for (int v = 0; v < NV * kStep; v += kStep) {
       const Vec<T> x = factor * load(tile.s + n + v);
-      use(adds ? x + load(tile.template added_at<kWidth>(n + v)) : x, n + v, v / kStep);
+      use(adds ? x + tile.added.at(n / kWidth, n % kWidth + v) : x, n + v, v / kStep);
     }
   }
 }
@@ -358,17 +358,17 @@ template <class T, int NV, class E>
 void span_scores(const ScoreTile<T>& tile, const Site<T, E>& site, const Panel<T, E>& panel, Index key,
                  const Span& span) {
   constexpr int kWidth = Panel<T, E>::kWidth;
+  const bool has_cap = site.of.softcap > 0;
   const Softcap<T, kWidth> cap(tile, site.of);
   span_products<T, NV>(tile, site, panel, key, span,
-                       [&](Vec<T> x, Index n, int) { store(tile.s + n, cap.on() ? cap(x, n) : x); });
+                       [&](Vec<T> x, Index n, int) { store(tile.s + n, has_cap ? cap(x, n) : x); });
   if (tile.cover == Cover::some)
     each_vector<T, kWidth>(span, [&](Index n, int) {
       store(tile.s + n, load_lanes<T>(tile.visible + n) ? load(tile.s + n) : splat(-kInfinity<T>));
     });
 }
 
-// s := p = 2^exponent(score, offset, v) for one span, 0 where masked; calls use(p, v) on the way: one
-// pass, in registers.
+// s := p = 2^exponent(score, offset, v) for one span, 0 where masked, in one pass; calls use(p, v) on the way.
 template <class T, int NV, class E, class Exponent, class Use>
 inline __attribute__((always_inline)) void span_weights(const ScoreTile<T>& tile, const Site<T, E>& site,
                                                         const Panel<T, E>& panel, Index key, const Span& span,

@@ -343,9 +343,6 @@ inline Vec<float> max(Vec<float> a, Vec<float> b) {
 inline Vec<double> max(Vec<double> a, Vec<double> b) {
   return _mm512_maskz_max_pd(0xff, a, b);
 }
-inline Vec<float> min(Vec<float> a, Vec<float> b) {
-  return _mm512_maskz_min_ps(0xffff, a, b);
-}
 // Below the normal range it is the flush of results that makes 0.
 template <>
 inline Vec<float> scale_by_power<float>(Vec<float> mantissa, Vec<float> n, Vec<float>, Vec<float>, float) {
@@ -377,9 +374,6 @@ inline Vec<float> max(Vec<float> a, Vec<float> b) {
 }
 inline Vec<double> max(Vec<double> a, Vec<double> b) {
   return _mm256_max_pd(a, b);
-}
-inline Vec<float> min(Vec<float> a, Vec<float> b) {
-  return _mm256_min_ps(a, b);
 }
 #elif defined(__ARM_NEON)
 inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
